@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.data.prompts import TOKENISE_ROWS, PromptDataset, encode_texts, is_conversation
+from hpcrl.data.chat import messages_of
+from hpcrl.data.encoding import encode_texts, split_end
+from hpcrl.data.prompts import TOKENISE_ROWS, PromptDataset
 from hpcrl.data.row_file import spread
+from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -25,9 +28,9 @@ class Answers:
     """One answer per row of `prompts`, from the column `name`, which the config names under `key`.
 
     An answer is text, or messages: the assistant's only, or the row's prompt followed by it. Its tokens are those of
-    the text and the end-of-sequence token. If it does not fit into `data.max_response_length`, it is an error under
-    `truncation: error`; otherwise its end is cut off, including the end-of-sequence token. With a `world` its ranks
-    share the work.
+    the text and an end-of-sequence token, which is added where the text does not end with one. If it does not fit into
+    `data.max_response_length`, it is an error under `truncation: error`; otherwise its end is cut off, including the
+    end-of-sequence token. With a `world` its ranks share the work.
     """
 
     def __init__(
@@ -40,9 +43,11 @@ class Answers:
         world: World | None = None,
     ) -> None:
         texts = [
-            self._text(prompts, row, value, cfg.prompt_key, name, key) for row, value in enumerate(prompts.values(name))
+            "".join(split_end(tokenizer, self._text(prompts, row, value, cfg.prompt_key, name, key)))
+            for row, value in enumerate(prompts.values(name))
         ]
         limit, all_rows = cfg.max_response_length, range(len(prompts))
+        ends = end_token_ids(tokenizer)
 
         def encode(rows: range) -> tuple[list[int], np.ndarray]:
             """Return the length of each answer, and all token ids, int32."""
@@ -50,7 +55,7 @@ class Answers:
             places = [prompts.where(row) for row in rows]
             encoded = encode_texts(tokenizer, texts[rows.start : rows.stop], places, False)
             for text_ids, where in zip(encoded, places, strict=True):
-                answer = [*text_ids, tokenizer.eos_token_id]
+                answer = text_ids if text_ids and text_ids[-1] in ends else [*text_ids, ends[0]]
                 if prompts.has_placeholders(text_ids):
                     raise InputError(
                         f"{where}: the answer in {name!r} has the placeholder token of a picture; expected text; "
@@ -86,33 +91,25 @@ class Answers:
     def _text(prompts: PromptDataset, row: int, value: Any, prompt_key: str, name: str, key: str) -> str:
         if isinstance(value, str):
             return value
-        is_messages = is_conversation(value, with_parts=True) and isinstance(value[-1]["content"], str)
-        if is_messages and value[-1]["role"] == "assistant":
-            before = value[:-1]
-            if not before or _roles_and_contents(before) == _roles_and_contents(prompts.row(row)[prompt_key]):
-                return value[-1]["content"]
+        messages = messages_of(value, with_parts=True)
+        if messages and messages[-1]["role"] == "assistant" and isinstance(messages[-1]["content"], str):
+            *before, answer = messages
+            prompt = messages_of(prompts.row(row)[prompt_key], with_parts=True) if before else None
+            if not before or _roles_and_contents(before) == _roles_and_contents(prompt or []):
+                return answer["content"]
             problem = f"the messages in {name!r} before the answer differ from {prompt_key!r}"
-        elif name in prompts.row(row):
+        elif value is not None:
             problem = f"column {name!r} holds {str(value)[:80]!r}"
         else:
-            problem = f"no column {name!r}; it has {', '.join(prompts.row(row))}"
+            problem = f"no column {name!r}; it has {', '.join(sorted(prompts.row(row)))}"
         raise InputError(
             f"{prompts.where(row)}: {problem}; expected text, or messages that end with the assistant's; "
             f"add it, or use another column in {key}"
         )
 
 
-def _roles_and_contents(messages: Any) -> list[tuple[str, Any]] | None:
-    """Return (role, content) of the messages; Parquet adds empty fields to messages and to parts."""
-    if not is_conversation(messages, with_parts=True):
-        return None
-    return [(message["role"], _without_nulls(message["content"])) for message in messages]
-
-
-def _without_nulls(content: Any) -> Any:
-    if isinstance(content, list):
-        return [_without_nulls(part) for part in content]
-    return {name: it for name, it in content.items() if it is not None} if isinstance(content, dict) else content
+def _roles_and_contents(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    return [(message["role"], message["content"]) for message in messages]
 
 
 CHOSEN, REJECTED = 0, 1  # the sides of a pair
@@ -210,8 +207,7 @@ class LabelledDataset(AnswerDataset):
     def _label(self, row: int, value: Any, key: str, name: str) -> bool:
         if value in (True, False):
             return bool(value)
-        found = self.prompts.row(row)
-        problem = f"column {name!r} holds {str(value)[:80]!r}" if name in found else f"no column {name!r}"
+        problem = f"no column {name!r}" if value is None else f"column {name!r} holds {str(value)[:80]!r}"
         raise InputError(
             f"{self.prompts.where(row)}: {problem}; expected true for a good answer and false for a bad one; "
             f"add it, or use another column in {key}"

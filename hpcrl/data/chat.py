@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.runtime.exits import InputError
+from hpcrl.data.encoding import encodable
+from hpcrl.runtime.exits import InputError, folded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,32 +39,39 @@ class ChatTemplate:
 
     def text(self, messages: Sequence[Any], where: str, *, generation_prompt: bool, **options: Any) -> str:
         """The conversation; with `generation_prompt`, followed by what starts the assistant's next turn."""
-        # Text first, then tokens: the result of `tokenize=True` differs between transformers 4 and 5.
-        return str(self._apply(messages, where, tokenize=False, add_generation_prompt=generation_prompt, **options))
-
-    def ids_and_marks(self, messages: Sequence[Any], where: str, **options: Any) -> tuple[list[int], list[int]]:
-        """Token ids of the conversation, and 1 for each token that the template marks as the assistant's."""
-        wanted = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._apply(messages, where, **wanted, **options)
-        return found["input_ids"], found["assistant_masks"]
-
-    def _apply(self, messages: Sequence[Any], where: str, **options: Any) -> Any:
         if self._own is None and self._tokenizer.chat_template is None:
             raise InputError(
                 f"{where}: the prompt is a conversation, but the tokenizer has no chat template; "
                 "set data.chat_template, or make prompts plain strings"
             )
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), chat_template=self._own, **options, **self._options
-            )
+            # Text first, then tokens: the result of `tokenize=True` differs between transformers 4 and 5.
+            return str(self._apply(messages, tokenize=False, add_generation_prompt=generation_prompt, **options))
         except Exception as error:  # templates are user code
             raise InputError(
                 f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "
                 f"expected a template for these roles ({self._keys})"
             ) from None
 
+    def ids_and_marks(self, messages: Sequence[Any], where: str, **options: Any) -> tuple[list[int], list[int]]:
+        """Token ids of the conversation, and 1 for each token that the template marks as the assistant's."""
+        text = self.text(messages, where, generation_prompt=False, **options)
+        wanted = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        with encodable(self._tokenizer, text, where):
+            found = self._apply(messages, **wanted, **options)
+        return found["input_ids"], found["assistant_masks"]
 
-def folded(error: BaseException) -> str:
-    """Return an error's message with its white space collapsed, at most 160 characters."""
-    return " ".join(str(error).split())[:160]
+    def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
+        return self._tokenizer.apply_chat_template(list(messages), chat_template=self._own, **options, **self._options)
+
+
+def messages_of(value: Any, with_parts: bool = False) -> list[dict[str, Any]] | None:
+    """The messages, {role, content} each, or None if the value is not a list of them.
+
+    A content is text, or with `with_parts` a list of parts too. A turn with tool_calls may lack it: then it is "".
+    """
+    if not isinstance(value, list) or not all(isinstance(it, dict) and isinstance(it.get("role"), str) for it in value):
+        return None
+    messages = [{**it, "content": it.get("content", "")} if it.get("tool_calls") else it for it in value]
+    kinds = (str, list) if with_parts else str
+    return messages if all(isinstance(it.get("content"), kinds) for it in messages) else None

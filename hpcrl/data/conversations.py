@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from hpcrl.data.chat import ChatTemplate
+from hpcrl.data.chat import ChatTemplate, messages_of
+from hpcrl.data.encoding import encodable, encode_texts, split_end
 from hpcrl.data.media import FileMedia, Located, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import TOKENISE_ROWS
@@ -122,11 +123,10 @@ class Conversations:
         opened = self._media.open(rows, conversations)
         kept, bad = dict[int, Marked](), list[str]()
         for row, where, it, tool in zip(rows, places, opened, tools, strict=True):
-            options = {} if tool is None else {"tools": json.loads(tool) if isinstance(tool, str) else tool}
             try:
                 if isinstance(it, BadImage):
                     raise it
-                marked = self._fit(self._encode(it, where, options), where)
+                marked = self._fit(self._encode(it, where, _tools(tool, where)), where)
             except BadImage as error:
                 bad.append(bad_line(where, error, self._cfg))
                 continue
@@ -137,7 +137,7 @@ class Conversations:
     def _encode(self, opened: Opened, where: str, options: dict[str, Any]) -> Marked:
         """Tokens of the conversation, with one placeholder token repeated for each token of a picture."""
         encode = self._by_marks if self._template.marks_generation else self._by_differences
-        marked = encode(opened.prompt, where, options)
+        marked = encode(self._with_one_end(opened.prompt, where, options), where, options)
         if self._reader is None:
             return marked
         repeats, items = self._reader.expand(marked.ids.tolist(), opened.entries)
@@ -145,6 +145,27 @@ class Conversations:
             return marked
         mask = marked.mask & ~self._reader.is_placeholder(marked.ids)
         return Marked(np.repeat(marked.ids, repeats), np.repeat(mask, repeats), items)
+
+    def _with_one_end(self, messages: list[Any], where: str, options: dict[str, Any]) -> list[Any]:
+        """The messages, such that an assistant's content that ends with end-of-sequence tokens has one of them, and
+        none where the template adds one."""
+        messages = list(messages)
+        for number, message in enumerate(messages):
+            bare, end = split_end(self._tokenizer, _last_text(message) if message["role"] == "assistant" else "")
+            if end:
+                messages[number] = _with_last_text(message, bare)
+                if not self._is_ended(messages[: number + 1], where, options):
+                    messages[number] = _with_last_text(message, bare + end)
+        return messages
+
+    def _is_ended(self, messages: list[Any], where: str, options: dict[str, Any]) -> bool:
+        """Whether the tokens with loss end with an end-of-sequence token."""
+        encode = self._by_marks if self._template.marks_generation else self._by_differences
+        try:
+            marked = encode(messages, where, options)
+        except InputError:  # such as a turn without any token
+            return False
+        return bool(np.isin(marked.ids[marked.mask][-1], self._ends))
 
     def _by_marks(self, messages: list[dict[str, Any]], where: str, options: dict[str, Any]) -> Marked:
         ids, marks = self._template.ids_and_marks(messages, where, **options)
@@ -163,7 +184,8 @@ class Conversations:
     def _by_differences(self, messages: list[dict[str, Any]], where: str, options: dict[str, Any]) -> Marked:
         whole = self._template.text(messages, where, generation_prompt=False, **options)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        with encodable(self._tokenizer, whole, where):
+            encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids, places = np.array(encoded["input_ids"], np.int32), np.array(encoded["offset_mapping"]).reshape(-1, 2)
         mask = np.zeros(len(ids), dtype=bool)
         for number in turns if self._turns == "all" else turns[-1:]:
@@ -180,7 +202,7 @@ class Conversations:
             if ((places[:, 0] < start) & (places[:, 1] > start)).any() or not turn.any():
                 raise self._joined(where, number)
             if not mask.any():  # the prompt of the first turn, as generation sees it
-                prompt = self._tokenizer(before, add_special_tokens=False)["input_ids"]
+                (prompt,) = encode_texts(self._tokenizer, [before], [where], False)
                 if not np.array_equal(ids[: turn.argmax()], prompt):
                     raise self._joined(where, number)
             last = np.flatnonzero(turn & np.isin(ids, self._ends))
@@ -221,22 +243,45 @@ class Conversations:
 
 
 def _messages(value: Any, where: str, key: str, with_parts: bool) -> list[dict[str, Any]]:
-    """The messages without their empty fields, which Parquet adds. with_parts: contents may be lists."""
-    content = (str, list) if with_parts else str
-    sound = (
-        isinstance(value, list)
-        and all(isinstance(it, dict) and isinstance(it.get("role"), str) for it in value)
-        and all(isinstance(it.get("content"), content) or it.get("tool_calls") for it in value)
-    )
-    if not sound:
+    """The messages of a row. with_parts: contents may be lists."""
+    messages = messages_of(value, with_parts)
+    if messages is None:
         raise InputError(
             f"{where}: column {key!r} holds {str(value)[:80]!r}; expected a list of messages "
             "{role, content}, with text in both"
         )
-    roles = [it["role"] for it in value]
+    roles = [it["role"] for it in messages]
     if "assistant" not in roles or roles[0] == "assistant":
         raise InputError(
             f"{where}: the roles in {key!r} are {roles[:8]}; expected an assistant's turn, after another role's; "
             "remove the row"
         )
-    return [{name: it for name, it in message.items() if it is not None} for message in value]
+    return messages
+
+
+def _last_text(message: dict[str, Any]) -> str:
+    """What the message ends with, "" if that is no text."""
+    content = message["content"]
+    return content if isinstance(content, str) else content[-1].get("text", "") if content else ""
+
+
+def _with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
+    content = message["content"]
+    return message | {"content": text if isinstance(content, str) else [*content[:-1], content[-1] | {"text": text}]}
+
+
+def _tools(value: Any, where: str) -> dict[str, Any]:
+    """The template's option `tools`, none if the row has no tool. value: a list of JSON schemas, or its JSON text."""
+    tools = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            pass
+    if tools is None or tools == []:
+        return {}
+    if not isinstance(tools, list) or not all(isinstance(it, dict) for it in tools):
+        raise InputError(
+            f"{where}: column 'tools' holds {str(value)[:80]!r}; expected a list of JSON schemas, or its JSON text"
+        )
+    return {"tools": tools}

@@ -15,8 +15,7 @@ import numpy as np
 
 from hpcrl.algorithms.parameters import NoParameters
 from hpcrl.config.plugins import sampler_parameters
-from hpcrl.data.chat import folded
-from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.exits import InputError, folded
 from hpcrl.runtime.user_code import import_file
 
 if TYPE_CHECKING:

@@ -7,15 +7,16 @@ others are kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcrl.data.chat import ChatTemplate, folded
+from hpcrl.data.chat import ChatTemplate, messages_of
+from hpcrl.data.encoding import encode_texts
 from hpcrl.data.media import FileMedia, Located, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
 from hpcrl.data.pictures import BadImage
-from hpcrl.data.row_file import RowFile, short_names, spread
+from hpcrl.data.row_file import ROWS_PER_BATCH, RowFile, short_names, spread
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hpcrl.data.images import ImageProcessor
     from hpcrl.runtime.world import World
 
+SCORED = ("data_source", "reward_model", "extra_info")
 TOKENISE_ROWS = 1024  # prompts per tokenizer call of one rank
 
 
@@ -147,24 +149,41 @@ class PromptDataset:
         """Return the row of the file, all columns except those of pictures."""
         return self._files[self._file_of[row]][int(self._row_of[row])]
 
-    def values(self, name: str) -> list[Any]:
-        """Return a column over all rows, None where a row lacks it; cheaper than row by row."""
-        columns = [file.column(name) for file in self._files]
-        return [columns[file][row] for file, row in zip(self._file_of.tolist(), self._row_of.tolist(), strict=True)]
+    def values(self, name: str, start: int = 0, stop: int | None = None) -> list[Any]:
+        """Return a column of rows [start, stop), None where a row lacks it; cheaper than row by row."""
+        files, numbers = self._file_of[start:stop], self._row_of[start:stop]
+        found = list[Any]()
+        for file in np.unique(files):
+            own = numbers[files == file].tolist()
+            column = self._files[file].column(name, own[0], own[-1] + 1)
+            found += [column[number - own[0]] for number in own]
+        return found
 
     def record(self, row: int) -> dict[str, Any]:
         """Return the row data for scorers: data_source, ground_truth, extra_info, ability, prompt (raw)."""
         found = self.row(row)
-        for name in ("reward_model", "extra_info"):
-            if not isinstance(found.get(name) or {}, dict):
-                raise InputError(f"{self.where(row)}: column {name!r} holds {found[name]!r}; expected a mapping")
+        source, truth, extra = self._scored(row, *(found.get(name) for name in SCORED))
         return {
-            "data_source": str(found.get("data_source") or ""),
-            "ground_truth": (found.get("reward_model") or {}).get("ground_truth"),
-            "extra_info": found.get("extra_info") or {},
+            "data_source": source,
+            "ground_truth": truth,
+            "extra_info": extra,
             "ability": found.get("ability") or "",
             "prompt": found[self._cfg.prompt_key],
         }
+
+    def ground_truths(self) -> Iterator[tuple[str, Any]]:
+        """(data_source, ground_truth) of each row, with one block of rows in memory."""
+        for start in range(0, len(self), ROWS_PER_BATCH):
+            columns = [self.values(name, start, start + ROWS_PER_BATCH) for name in SCORED]
+            for row, values in enumerate(zip(*columns, strict=True), start):
+                yield self._scored(row, *values)[:2]
+
+    def _scored(self, row: int, source: Any, model: Any, extra: Any) -> tuple[str, Any, dict[str, Any]]:
+        """data_source, ground_truth and extra_info from the values of the columns SCORED."""
+        for name, value in zip(SCORED[1:], (model, extra), strict=True):
+            if not isinstance(value or {}, dict):
+                raise InputError(f"{self.where(row)}: column {name!r} holds {str(value)[:80]!r}; expected a mapping")
+        return str(source or ""), (model or {}).get("ground_truth"), extra or {}
 
     def source_of_rows(self) -> list[str]:
         """Return the `data_source` of each row, "" if it has none."""
@@ -187,10 +206,9 @@ class PromptDataset:
 
     def _tokenise(self, file: int, rows: range) -> _Piece:
         """Tokenise these rows of a file, with one placeholder token repeated for each token of a picture."""
-        prompts = self._files[file].column(self._cfg.prompt_key, rows.start, rows.stop)
+        values = self._files[file].column(self._cfg.prompt_key, rows.start, rows.stop)
         places = [self._where(file, row) for row in rows]
-        for prompt, where in zip(prompts, places, strict=True):
-            self._check(prompt, where)
+        prompts = [self._prompt(value, where) for value, where in zip(values, places, strict=True)]
         opened = self._media[file].open(rows, prompts)
         good = [(row, where, it) for row, where, it in zip(rows, places, opened, strict=True) if isinstance(it, Opened)]
         encoded = self._encode([it.prompt for _, _, it in good], [where for _, where, _ in good])
@@ -216,12 +234,14 @@ class PromptDataset:
             [bad_line(self._where(file, row), bad[row], self._cfg) for row in sorted(bad)],
         )
 
-    def _check(self, prompt: Any, where: str) -> None:
-        if not isinstance(prompt, str) and not is_conversation(prompt, with_parts=self._reader is not None):
+    def _prompt(self, value: Any, where: str) -> str | list[dict[str, Any]]:
+        prompt = value if isinstance(value, str) else messages_of(value, with_parts=self._reader is not None)
+        if not prompt and prompt != "":
             raise InputError(
-                f"{where}: column {self._cfg.prompt_key!r} holds {str(prompt)[:80]!r}; "
+                f"{where}: column {self._cfg.prompt_key!r} holds {str(value)[:80]!r}; "
                 "expected a string, or a non-empty list of {role, content} with text in both"
             )
+        return prompt
 
     def _expand(self, ids: list[int], opened: Opened) -> tuple[list[int], list[MediaItem]]:
         if self._reader is None:
@@ -275,37 +295,3 @@ def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
         return ids[:limit]
     head = limit // 2
     return ids[:head] + ids[len(ids) - (limit - head) :]
-
-
-def is_conversation(messages: Any, with_parts: bool = False) -> bool:
-    """Whether this is a non-empty list of {role, content} with text in both; or, in contents, a list of parts."""
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), (str, list) if with_parts else str)
-            for message in messages
-        )
-    )
-
-
-def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], places: list[str], add_special_tokens: bool
-) -> list[list[int]]:
-    """Return token ids of each text. Raises InputError, with the text's place, for characters outside the alphabet."""
-    if not texts:
-        return []
-    try:
-        return tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False)["input_ids"]
-    except Exception:  # the tokenizers library raises bare Exception; the loop finds the text
-        for text, where in zip(texts, places, strict=True):
-            try:
-                tokenizer(text, add_special_tokens=add_special_tokens)
-            except Exception as error:
-                raise InputError(
-                    f"{where}: the tokenizer cannot encode {text[:80]!r}: {folded(error)}; "
-                    "expected text in its vocabulary; use another model.tokenizer"
-                ) from None
-        raise

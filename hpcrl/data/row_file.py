@@ -7,8 +7,9 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,15 +51,67 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson")
 ROWS_PER_BATCH = 4096
 ROWS_PER_CHUNK = 2**17  # of a table in memory
 CACHE_BYTES = 2**28  # of row groups of a large column, per rank
+NULL_KEYWORDS = ("const", "default")  # of a JSON schema: null is a value there
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Nulls:
+    """Whether nulls of a type were written by their rows; otherwise they may be keys of other rows.
+
+    A Parquet struct has the keys of all rows, and only a key without a value in any row is known to be written. fields:
+    of a struct. inner: of the items of a list, or of the values of a map. A JSON value has neither.
+    """
+
+    are_written: bool
+    fields: Mapping[str, Nulls] = field(default_factory=dict)
+    inner: Nulls | None = None
+    is_map: bool = False  # read as a list of (key, value)
+
+    @classmethod
+    def of(cls, kind: Any) -> Nulls:
+        """Those of an Arrow type."""
+        import pyarrow
+
+        if pyarrow.types.is_struct(kind):
+            return cls(False, {each.name: cls.of(each.type) for each in kind})
+        if pyarrow.types.is_map(kind):
+            return cls(False, inner=replace(cls.of(kind.item_type), are_written=True), is_map=True)
+        if hasattr(kind, "value_type"):
+            return cls(False, inner=cls.of(kind.value_type))
+        return cls(pyarrow.types.is_null(kind))
+
+    def __getitem__(self, name: str) -> Nulls:
+        return self.fields.get(name) or self.inner or self
+
+
+OF_JSON = Nulls(True)
+
+
+def without_nulls(value: Any, nulls: Nulls = OF_JSON) -> Any:
+    """The value without the null entries of its mappings, so that Parquet and JSON lines have the same values.
+
+    Null items of lists stay, and so do `default: null` and `const: null` of a JSON schema that the row has written.
+    """
+    if nulls.is_map and isinstance(value, list):
+        value = dict(value)
+    if isinstance(value, dict):
+        return {
+            name: without_nulls(it, nulls[name])
+            for name, it in value.items()
+            if it is not None or (name in NULL_KEYWORDS and nulls[name].are_written)
+        }
+    return [without_nulls(it, nulls.inner or nulls) for it in value] if isinstance(value, list) else value
 
 
 class RowFile:
     """One data file: `len(file)` rows, `file[i]` a dict, `file.column(name)` a list, `file.columns` the names.
 
-    large: columns that stay in a Parquet file until rows are asked for, because every rank would hold them; `file[i]`
-    is without them.
+    Values are as `without_nulls` returns them.
+
+    large: columns that `file[i]` is without, and that stay in a Parquet file until rows are asked for, because every
+    rank would hold them.
     """
 
     def __init__(self, path: str, large: Collection[str] = ()) -> None:
@@ -67,13 +120,20 @@ class RowFile:
             raise InputError(f"{path}: {found}; expected a Parquet or JSONL file (data.train_files, data.val_files)")
         suffix = os.path.splitext(path)[1].lower()
         self.path = path
+        self._large = large
         self._rows: ParquetRows | list[dict[str, Any]]
         if suffix in PARQUET_SUFFIXES:
             self._rows = ParquetRows(path, large)
             self.columns = self._rows.columns
         elif suffix in JSONL_SUFFIXES:
-            self._rows = [row for _, row in read_jsonl(path)]
-            self.columns = sorted({name for row in self._rows for name in row})
+            names, self._rows = set[str](), []
+            for number, row in read_jsonl(path):
+                names.update(row)
+                try:
+                    self._rows.append(without_nulls(row))
+                except RecursionError:
+                    raise InputError(f"{path}:{number}: values are nested too deep; expected a row of data") from None
+            self.columns = sorted(names)
         else:
             known = ", ".join(PARQUET_SUFFIXES + JSONL_SUFFIXES)
             raise InputError(f"{path}: suffix {suffix or '(none)'} is not supported; expected one of {known}")
@@ -82,7 +142,7 @@ class RowFile:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self._rows[row]
+        return {name: it for name, it in self._rows[row].items() if name not in self._large}
 
     def column(self, name: str, start: int = 0, stop: int | None = None) -> list[Any]:
         """Return values of a column in rows [start, stop); None where a row lacks it."""
@@ -94,18 +154,18 @@ class RowFile:
         """Raise InputError for a non-empty file without the column `name`, which the config names under `key`."""
         if len(self) and name not in self.columns:
             raise InputError(
-                f"{self.path}: no column {name!r}; it has {', '.join(self.columns) or 'none'}; "
+                f"{self.path}: no column {name!r}; it has {', '.join(sorted(self.columns)) or 'none'}; "
                 f"add the column, or use another one in {key}"
             )
 
 
 def columns_of(path: str) -> list[str]:
-    """Columns of a data file, without reading all of it; of JSON lines, those of the first row."""
+    """Columns of a data file, without reading the rows of a Parquet file."""
     suffix = os.path.splitext(path)[1].lower()
     if not os.path.isfile(path) or suffix not in PARQUET_SUFFIXES + JSONL_SUFFIXES:
         return RowFile(path).columns  # raises
     if suffix in JSONL_SUFFIXES:
-        return list(next(read_jsonl(path), (0, {}))[1])
+        return list(dict.fromkeys(name for _, row in read_jsonl(path) for name in row))
     import pyarrow.parquet
 
     with readable_parquet(path):
@@ -125,21 +185,25 @@ class ParquetRows:
             # `read_table` would import pyarrow.dataset, and `file.read` fails for nested columns of more than 2 GiB
             batches = list(file.iter_batches(ROWS_PER_CHUNK, columns=small))
             self._table = pyarrow.Table.from_batches(batches) if batches else file.read(columns=small)
+            self._nulls = {name: Nulls.of(file.schema_arrow.field(name).type) for name in self.columns}
 
     def __len__(self) -> int:
         return self._table.num_rows
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self._table.slice(row, 1).to_pylist()[0]
+        return without_nulls(self._table.slice(row, 1).to_pylist()[0], Nulls(False, self._nulls))
 
     def column(self, name: str, start: int, stop: int | None) -> list[Any]:
         """Same as RowFile.column."""
         stop = len(self) if stop is None else stop
-        if name in self._large:
-            return self._large[name].values(start, stop)
         if name not in self.columns:
             return [None] * (stop - start)
-        return self._table.column(name).slice(start, stop - start).to_pylist()
+        if name in self._large:
+            values = self._large[name].values(start, stop)
+        else:
+            values = self._table.column(name).slice(start, stop - start).to_pylist()
+        nulls = self._nulls[name]
+        return [without_nulls(it, nulls) for it in values] if nulls.fields or nulls.inner else values
 
 
 class RowGroups:

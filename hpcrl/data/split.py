@@ -127,7 +127,10 @@ def require_right_answer(row: Row) -> None:
     if "answer" not in row or row["reward_model"]["style"] != "rule":
         return
     data_source = row["data_source"]
-    found = scorer_for(data_source)(data_source, row["answer"], row["reward_model"]["ground_truth"])
+    try:
+        found = scorer_for(data_source)(data_source, row["answer"], row["reward_model"]["ground_truth"])
+    except ValueError:
+        raise Dropped("a ground truth that its rule cannot use") from None
     if (found["score"] if isinstance(found, dict) else found) != 1:
         raise Dropped("its own answer does not score 1")
 

@@ -72,3 +72,15 @@ def scorer_for(data_source: str) -> Scorer:
     module, function = rule_for(data_source)
     scorer: Scorer = getattr(importlib.import_module(module), function)
     return scorer
+
+
+def check_ground_truth(data_source: str, ground_truth: Any, where: str) -> None:
+    """Raise InputError, with the place, for a ground truth that the rule for the data source cannot use."""
+    try:
+        scorer_for(data_source).reader(ground_truth)  # type: ignore[attr-defined]
+    except ValueError as error:
+        found = "absent" if ground_truth is None else f"{str(ground_truth)[:80]!r} ({type(ground_truth).__name__})"
+        raise InputError(
+            f"{where}: reward_model.ground_truth is {found}, which the rule for data_source {data_source!r} cannot "
+            f"use: {error}; change it, or name a function of your own in reward.custom_reward_function.path"
+        ) from None

@@ -93,6 +93,11 @@ def lines_of(error: BaseException) -> tuple[str, ...]:
     return getattr(error, "lines", None) or (str(error),)
 
 
+def folded(error: BaseException) -> str:
+    """Return an error's message with its white space collapsed, at most 160 characters."""
+    return " ".join(str(error).split())[:160]
+
+
 def summary(error: BaseException) -> str:
     """The text of an error in exit.json."""
     return str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"

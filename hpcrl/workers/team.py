@@ -25,6 +25,7 @@ from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.model.vision_rules import check_towers, check_vision
 from hpcrl.rewards.manager import check_rewards
+from hpcrl.rewards.registry import check_ground_truth
 from hpcrl.rollout.agent.tools import tool_schemas
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
@@ -162,6 +163,10 @@ def _check_scorers(inputs: Inputs, config: Config, world: World) -> None:
         if world.local_rank == 0:
             sources = [source for dataset in inputs.prompts.values() for source in dataset.source_of_rows()]
             check_rewards(config.reward, sources)
+            for dataset in inputs.prompts.values():
+                for row, (source, truth) in enumerate(dataset.ground_truths()):
+                    if config.reward.custom_reward_function.path is None:
+                        check_ground_truth(source, truth, dataset.where(row))
 
     if config.reward.uses_rules:
         world.run_collectively(check)

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.conversations import Conversations
+from hpcrl.data.row_file import RowFile
 from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.runtime.exits import InputError
@@ -127,3 +130,103 @@ def test_files_of_both_kinds(tmp_path: Path, tokenizer: Any) -> None:
     assert data.lengths().tolist() == [sum(map(len, data.sequence(row)[:2])) for row in range(8)]
     first = SftDataset(files, tokenizer, cfg, **options, max_samples=5)
     assert first.file_sizes == [4, 1]
+
+
+CALLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}{% if m.role == 'assistant' %}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def calls(arguments: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    schema = {"name": "f", "parameters": {"properties": parameters}}
+    return {"messages": [{"role": "user", "content": "go"}, called, *ROWS[0]["messages"][-1:]], "tools": [schema]}
+
+
+def test_a_parquet_row_has_no_keys_of_other_rows(tmp_path: Path, tokenizer: Any) -> None:
+    """In a struct each row has the keys of all. A null that a schema means, and those in lists, stay."""
+    unit = {"enum": ["C", None], "default": None}
+    rows = [
+        calls({"city": "Bonn", "days": [1, None]}, {"city": {"type": "string"}, "unit": unit}),
+        calls({"a": 3, "b": {"c": None, "d": 4}}, {"a": {"default": 2}, "b": {"required": True}}),
+        calls({"a": 4}, {"a": {"default": 3}}),
+    ]
+    cfg = DataConfig(chat_template=CALLS, max_prompt_length=200, max_response_length=200)
+    parquet = str(tmp_path / "chat.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    texts = []
+    for path in (write(tmp_path, rows), parquet):
+        data = Conversations(path, tokenizer, cfg, "messages", "all")
+        texts.append([tokenizer.decode(np.concatenate(data.sequence(row)[:2])) for row in range(len(rows))])
+    assert texts[0] == texts[1]
+    assert '{"city": {"type": "string"}, "unit": {"enum": ["C", null], "default": null}}' in texts[1][0]
+    assert 'a:{"function": {"name": "f", "arguments": {"city": "Bonn", "days": [1, null]}}}<|eos|>' in texts[1][0]
+    assert '{"a": {"default": 2}, "b": {"required": true}}' in texts[1][1]
+    assert '"arguments": {"a": 3, "b": {"d": 4}}' in texts[1][1]
+    assert '"arguments": {"a": 4}' in texts[1][2]
+
+
+def test_a_parquet_map_is_a_mapping(tmp_path: Path, tokenizer: Any) -> None:
+    text = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    rows = [{"args": [[("b", "1"), ("a", None)], []]}]
+    table = pyarrow.Table.from_pylist(rows, pyarrow.schema([("args", pyarrow.list_(text))]))
+    pyarrow.parquet.write_table(table, tmp_path / "maps.parquet")
+    file = RowFile(str(tmp_path / "maps.parquet"))
+    assert file[0] == {"args": [{"b": "1"}, {}]} and file.column("args") == [[{"b": "1"}, {}]]
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ("", None),
+        (" \n", None),
+        ("null", None),
+        ([], None),
+        ('[{"name": "f", "strict": null}]', '[{"name": "f", "strict": null}]'),
+        ("weather", r"row 1: column 'tools' holds 'weather'; expected a list of JSON schemas, or its JSON text"),
+        ('{"name": "f"}', r"row 1: column 'tools' holds"),
+        (["weather"], r"row 1: column 'tools' holds"),
+        (7, r"row 1: column 'tools' holds '7'"),
+        ('[{"name": "\\ud83d"}]', r"row 1: found half of a surrogate pair, '\\ud83d', after '\[\{\"name\": \"'"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_tools(tmp_path: Path, tokenizer: Any, tools: Any, said: str | None, suffix: str) -> None:
+    rows = [ROWS[0] | {"tools": given} for given in (None, tools)]
+    path = write(tmp_path, rows)
+    if suffix == "parquet":
+        path = str(tmp_path / "chat.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    cfg = DataConfig(chat_template=CALLS, max_prompt_length=60, max_response_length=60)
+    if said is not None and said.startswith("row"):
+        with pytest.raises(InputError, match=said):
+            Conversations(path, tokenizer, cfg, "messages", "all")
+        return
+    data = Conversations(path, tokenizer, cfg, "messages", "all")
+    without, found = (tokenizer.decode(np.concatenate(data.sequence(row)[:2])) for row in range(2))
+    assert found == (said or "") + without
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marks", "differences"])
+@pytest.mark.parametrize("character", ["é", "\ud83d"])
+def test_a_character_without_a_token(tmp_path: Path, template: str, character: str) -> None:
+    tokenizer = load_tokenizer(str(Path(__file__).parents[2] / "configs" / "tool_tokenizer"))
+    rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": f"x{character}"}]}]
+    line = "half of a surrogate pair" if character == "\ud83d" else "the tokenizer cannot encode"
+    with pytest.raises(InputError, match=rf"chat.jsonl: row 0: .*{line}"):
+        read(tmp_path, tokenizer, rows, chat_template=template)
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marks", "differences"])
+def test_an_end_that_the_content_has_too_is_trained_once(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    written = [*ROWS[0]["messages"]]
+    for number, end in ((1, "<|eos|>"), (3, "<|eos|>\n<|eos|> ")):
+        written[number] = written[number] | {"content": written[number]["content"] + end}
+    data = read(tmp_path, tokenizer, [ROWS[0], {"messages": written}], chat_template=template)
+    assert labels(data, 0) == labels(data, 1)
+    alone = template.replace(" + eos_token", "")  # the template adds none
+    data = read(tmp_path, tokenizer, [{"messages": written}], chat_template=alone)
+    _, response, mask = data.sequence(0)
+    assert tokenizer.decode(response[mask == 1]) == "5<|eos|>9, I think<|eos|>" and data.num_endless == 0

@@ -78,3 +78,21 @@ def test_wrong_rows_are_one_line(tmp_path: Path, tokenizer: Any, row: dict[str, 
     with pytest.raises(InputError, match=f"pairs.jsonl: row 1: .*{line}") as caught:
         make(tmp_path, tokenizer, good, {"prompt": [USER], **row}, max_response_length=18)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["<|eos|>", "<|eos|> \n", "<|eos|><|eos|>", "<|eos|>\n<|eos|>"])
+def test_an_answer_that_ends_with_the_end_token_is_trained_with_one(tmp_path: Path, tokenizer: Any, end: str) -> None:
+    rows = [{"prompt": [USER], "chosen": "1<|eos|>2", "rejected": "2"}]
+    rows += [{"prompt": [USER], "chosen": rows[0]["chosen"] + end, "rejected": [said("2" + end)]}]
+    data = make(tmp_path, tokenizer, *rows)
+    for side in (CHOSEN, REJECTED):
+        assert data.answer(1, side).tolist() == data.answer(0, side).tolist()
+        assert data.answer(1, side)[-2:].tolist().count(tokenizer.eos_token_id) == 1
+
+
+def test_a_call_before_the_answer_needs_no_content(tmp_path: Path, tokenizer: Any) -> None:
+    """As in messages of OpenAI's API; the prompt and the pair may write it differently."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    row = {"prompt": [USER, call, USER], "chosen": [USER, call | {"content": None}, USER, said("1")], "rejected": "2"}
+    data = make(tmp_path, tokenizer, row)
+    assert tokenizer.decode(data.pair(0)[0]) == "<|bos|>1 2 3:<|eos|>1 2 3:"

@@ -82,6 +82,25 @@ def test_a_record_that_is_not_verls_is_one_line(tmp_path: Path, tokenizer: Any) 
     with pytest.raises(InputError, match=r"row 1: column 'extra_info' holds"):
         data.record(1)
     assert data.record(2)["ground_truth"] is None
+    with pytest.raises(InputError, match=r"row 0: column 'reward_model' holds"):
+        list(data.ground_truths())
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_record_has_the_keys_of_its_own_row(tmp_path: Path, tokenizer: Any, suffix: str) -> None:
+    """Of what scorers and tools get: a Parquet struct has the keys of all rows, with nulls."""
+    infos = [
+        {"index": 1, "tools_kwargs": {"search": {"limit": 3}}},
+        {"index": 2, "tools_kwargs": {"run": {"args": [None]}}},
+    ]
+    truths = [{"target": ["a"]}, {"numbers": [1, 2], "target": None}]
+    rows = [
+        _row("1", extra_info=info, reward_model={"style": "rule", "ground_truth": truth})
+        for info, truth in zip(infos, truths, strict=True)
+    ]
+    data = PromptDataset([_write(tmp_path / f"a{suffix}", rows)], tokenizer, DataConfig(), -1)
+    assert [data.record(row)["extra_info"] for row in range(2)] == infos
+    assert [truth for _, truth in data.ground_truths()] == [{"target": ["a"]}, {"numbers": [1, 2]}]
 
 
 def test_files_of_several_chunks_and_kinds(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +177,7 @@ def _refusal(paths: list[str], tokenizer: Any, **cfg: Any) -> str:
         ("a.jsonl", b'{"prompt": "1"}\n[1]\n', r"a\.jsonl:2: found a JSON list"),
         ("a.jsonl", b"\xff\xfe\n", r"a\.jsonl:1: not JSON"),
         ("a.jsonl", b"[" * 100000, r"a\.jsonl:1: not JSON"),
+        ("a.jsonl", b'{"a": ' + b"[" * 700 + b"]" * 700 + b"}", r"a\.jsonl:1: (values are nested too deep|not JSON)"),
         ("a.jsonl", b'{"question": "1"}\n', r"no column 'prompt'; it has question; .* data\.prompt_key"),
         ("a.jsonl", b"\n", r"a\.jsonl: empty dataset: no rows"),
         ("a.csv", b"prompt\n1\n", r"suffix \.csv is not supported; expected one of \.parquet"),
@@ -171,6 +191,11 @@ def _refusal(paths: list[str], tokenizer: Any, **cfg: Any) -> str:
             r"row 1: the prompt has 6 tokens, more than data\.max_pro",
         ),
         ("a.jsonl", b'{"prompt": "1"}\n{"prompt": "hello"}\n', r"row 1: the tokenizer cannot encode 'hello'"),
+        (
+            "a.jsonl",
+            b'{"prompt": "1"}\n{"prompt": "2\\ud83d"}\n',
+            r"row 1: found half of a surrogate pair, '\\ud83d', after '2'; expected Unicode text",
+        ),
     ],
 )
 def test_bad_files_get_one_line(tmp_path: Path, tokenizer: Any, name: str, content: bytes | None, said: str) -> None:
@@ -181,7 +206,7 @@ def test_bad_files_get_one_line(tmp_path: Path, tokenizer: Any, name: str, conte
 
 def test_parquet_without_prompt_or_rows_and_an_empty_filter_result(tmp_path: Path, tokenizer: Any) -> None:
     no_prompt = _write(tmp_path / "a.parquet", [{"text": "1", "id": 1}])
-    assert "no column 'prompt'; it has text, id;" in _refusal([no_prompt], tokenizer)
+    assert "no column 'prompt'; it has id, text;" in _refusal([no_prompt], tokenizer)
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "b.parquet")
     assert "empty dataset: no rows" in _refusal([str(tmp_path / "b.parquet")], tokenizer)
     long = _write(tmp_path / "c.parquet", [_row("12345")])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.rewards import registry
-from hpcrl.rewards.registry import RULES, rule_for, scorer_for
+from hpcrl.rewards.registry import RULES, check_ground_truth, rule_for, scorer_for
 from hpcrl.runtime.exits import InputError
 from tests.rewards.verl_cases import scorers as cases
 
@@ -25,6 +25,7 @@ TRUTHS: dict[str, Any] = {
     "numina_cn_k12": r"(\frac{1}{2},2\pi)",
     "searchR1_nq": {"target": ["Paris", "the city"]},
 }
+TEXTS = ("openai/gsm8k", "lighteval/MATH", "math_dapo", "sums")
 PIECES = [
     *r"\boxed{ \boxed \fbox{ { } ( ) [ ] $ % \% \$ \\ \frac \dfrac \sqrt \sqrt[ \text{ \left \pi \circ".split(),
     *"^ ^{ _ ! ** * / + - = , . : ` ' \" # & ~ | < > 1 23 0.5 .5 1,234 1e400 9**9**9 x y xy pi sqrt( and or".split(),
@@ -40,8 +41,11 @@ def test_no_text_raises(data_source: str, text: str, wrapped: bool) -> None:
     if wrapped:
         text = rf"<think></think>Answer: <answer>{text}</answer> \boxed{{{text}}}"
     found = scorer_for(data_source)(data_source, text, TRUTHS[data_source])
-    score = found["score"] if isinstance(found, dict) else found
-    assert -1.0 <= score <= 1.0
+    assert -1.0 <= score_of(found) <= 1.0
+
+
+def score_of(found: Any) -> float:
+    return float(found["score"] if isinstance(found, dict) else found)
 
 
 LONG = 20_000
@@ -99,3 +103,55 @@ def test_all_rules_are_small() -> None:
     assert not {name for name in before if name.startswith("hpcrl.rewards.")} - {"hpcrl.rewards.registry"}
     foreign = {name.split(".")[0] for name in after} - sys.stdlib_module_names - {"hpcrl", "sitecustomize"}
     assert {name for name in foreign if not name.startswith("__")} <= {"_distutils_hack", "usercustomize"}
+
+
+ANSWERED = {
+    "openai/gsm8k": "#### 12",
+    "lighteval/MATH": r"\boxed{12}",
+    "HuggingFaceH4/MATH-500": r"\boxed{12}",
+    "math_dapo": "Answer: 12",
+    "aime2024": "Answer: 12",
+    "numina_cn_k12": r"\boxed{12}",
+    "hiyouga/geometry3k": r"<think></think>\boxed{12}",
+    "sums": "12",
+    "maze": "12",
+}
+
+
+@pytest.mark.parametrize("data_source", ANSWERED)
+def test_an_integer_is_compared_as_text(data_source: str) -> None:
+    for answer, expected in ((ANSWERED[data_source], True), (ANSWERED[data_source].replace("12", "13"), False)):
+        scores = [scorer_for(data_source)(data_source, answer, truth) for truth in (12, "12")]
+        assert scores[0] == scores[1]
+        assert (score_of(scores[0]) == 1.0) is expected
+
+
+def test_whole_numbers_of_countdown() -> None:
+    truth = {"numbers": [1.0, 2.0], "target": 3.0}  # as pandas writes integers beside missing ones
+    assert score_of(scorer_for("countdown")("countdown", "<a>1+2</a>", truth)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("data_source", "truths", "expected"),
+    [
+        *((source, (None, 12.0, True, ["12"], {"a": 1}, "1\ud83d"), "text, or an integer") for source in TEXTS),
+        ("numina_cn_k12", (None, True, ["12"], float("nan")), "text, or a finite number"),
+        ("hiyouga/geometry3k", (None, True, ["12"]), "text, or a finite number"),
+        ("searchR1_nq", ("Paris", {}, {"target": None}, {"target": []}, {"target": [1.5]}), "{target: a text, or"),
+        ("countdown", ("24", {"numbers": [1], "target": "1"}, {"numbers": [], "target": 1}), "{numbers: a list of"),
+        ("taco", ("{", "[]", 3, {"inputs": ["1"], "outputs": []}, {"inputs": [1], "outputs": [1]}), "{inputs: "),
+    ],
+)
+def test_what_a_rule_cannot_use_is_one_line(data_source: str, truths: tuple[Any, ...], expected: str) -> None:
+    for truth in truths:
+        with pytest.raises(
+            InputError, match=rf"^a.parquet: row 3: reward_model.ground_truth is .*{data_source}"
+        ) as error:
+            check_ground_truth(data_source, truth, "a.parquet: row 3")
+        assert f"expected {expected}" in str(error.value) or "expected Unicode text" in str(error.value)
+
+
+def test_each_rule_declares_what_it_accepts() -> None:
+    for data_source in RULES:
+        if data_source != "math_verify":  # its package may be missing
+            assert callable(scorer_for(data_source).reader)  # type: ignore[attr-defined]

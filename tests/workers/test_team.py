@@ -18,7 +18,8 @@ def test_rewards_are_checked_once_per_node(local_rank: int, monkeypatch: pytest.
     entered: list[Any] = []
     monkeypatch.setattr(team, "check_rewards", lambda _, sources: checked.append(list(sources)))
     world = SimpleNamespace(local_rank=local_rank, run_collectively=lambda fn: entered.append(fn()))
-    prompts: Any = {split: SimpleNamespace(source_of_rows=lambda: ["apps"]) for split in ("train", "val")}
+    dataset = SimpleNamespace(source_of_rows=lambda: ["apps"], ground_truths=list)
+    prompts: Any = {"train": dataset, "val": dataset}
     team._check_scorers(team.Inputs(cast(Any, None), prompts=prompts), Config(), cast(Any, world))
     assert checked == ([["apps", "apps"]] if local_rank == 0 else [])
     assert len(entered) == 1

@@ -7,6 +7,7 @@ import math
 import secrets
 from typing import Any
 
+from hpcrl.rewards.scorers.ground_truth import reads
 from hpcrl.sandbox.program import Limits, run_python
 
 NUM_TESTS = 10
@@ -66,20 +67,31 @@ judge(PROGRAM, PREAMBLE, METHOD, MARK)
 """
 
 
+def tests(value: Any) -> dict[str, Any]:
+    """{"inputs": [...], "outputs": [...]} as dict or JSON, texts for standard input and output; with "fn_name", lines
+    of JSON arguments and a JSON result of that function, or method of `class Solution`."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        inputs, outputs = found["inputs"], found["outputs"]
+        if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0:
+            list(map(lines, [*inputs, *outputs]))
+            return found
+    except (TypeError, ValueError, KeyError, RecursionError):
+        pass
+    raise ValueError("expected {inputs: [...], outputs: [...]} of one length, texts, or JSON of that")
+
+
+@reads(tests)
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: str | dict[str, Any],
+    ground_truth: dict[str, Any],
     *,
     seconds_per_test: float = 10.0,
     sandbox: str = "required",
     **_: Any,
 ) -> float:
     """The fraction of the first ten tests that the program in the last ```python block passes; a function all or none.
-
-    `ground_truth`: {"inputs": [...], "outputs": [...]} as JSON or dict, texts for standard input and output; with
-    "fn_name", lines of JSON arguments and a JSON result of that function, or method of `class Solution`. ValueError
-    where it is something else.
 
     verl's `reward_score/prime_code` with continuous=True (Hendrycks et al. 2021, "Measuring Coding Challenge Competence
     With APPS"), quirks included: a program's tests after the tenth never count; a function scores 1 if it passes all
@@ -96,13 +108,10 @@ def compute_score(
 
     Up to ten times `seconds_per_test` may pass: reward.timeout must allow for that, or a slow program scores 0.
     """
-    tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    if not isinstance(tests, dict) or not len(tests.get("inputs", ())) == len(tests.get("outputs", ())) > 0:
-        raise ValueError("ground_truth is not {'inputs': [...], 'outputs': [...]} of one length")
     best_effort = sandbox == "best_effort"
     program = solution_str.split("```python")[-1].split("```")[0]
-    inputs, outputs = (list(map(lines, tests[name])) for name in ("inputs", "outputs"))
-    if method := tests.get("fn_name"):
+    inputs, outputs = (list(map(lines, ground_truth[name])) for name in ("inputs", "outputs"))
+    if method := ground_truth.get("fn_name"):
         return float(function_passes(program, method, inputs, outputs, best_effort))
     cases = list(zip(inputs, outputs, strict=True))[:NUM_TESTS]
     return sum(program_passes(program, *case, seconds_per_test, best_effort) for case in cases) / len(cases)

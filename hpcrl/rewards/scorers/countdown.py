@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from hpcrl.rewards.scorers.ground_truth import is_whole, reads
 from hpcrl.rewards.scorers.short_answers import OPEN, last_answer
 
 MAX_LENGTH = 512  # characters; bounds the work: a product of so many digits is still a small number
@@ -107,6 +108,17 @@ SHORT_ANSWER = re.compile(r"<a>([0-9+\-*/()]+)</a>")
 AROUND_SIGNS = re.compile(r"\s*([-+*/()])\s*")  # white space between two digits stays, and does not parse
 
 
+def puzzle(value: Any) -> dict[str, Any]:
+    """{"numbers": whole numbers, "target": a whole number}."""
+    try:
+        if value["numbers"] and all(map(is_whole, [*value["numbers"], value["target"]])):
+            return value
+    except (TypeError, KeyError):
+        pass
+    raise ValueError("expected {numbers: a list of integers, target: an integer}")
+
+
+@reads(puzzle)
 def compute_score(
     data_source: str,
     solution_str: str,
@@ -122,8 +134,6 @@ def compute_score(
     the chat form; its format is a complete pair of tags, whatever is in them. In the short form tags and expression
     have to parse, and a response that did not end by itself scores 0: that is one whose `extra_info["finish_reason"]`
     is there and is not "stop" (RewardManager puts it there).
-
-    `ground_truth` is {"numbers": [...], "target": n}.
     """
     target, numbers = ground_truth["target"], Counter(ground_truth["numbers"])
     if OPEN in solution_str:

@@ -6,6 +6,7 @@ import re
 from typing import Any, Literal
 
 from hpcrl.rewards.scorers import algebra
+from hpcrl.rewards.scorers.ground_truth import as_text_or_number, reads
 from hpcrl.rewards.scorers.math_answers import UnusualSpelling, last_box, math_spelling
 
 MAX_DEPTH = 64  # nested braces; bounds the recursion
@@ -236,6 +237,7 @@ def same_element(found: str, expected: str) -> bool:
 NO_ANSWER = "None"
 
 
+@reads(as_text_or_number)
 def geometry3k(data_source: str, solution_str: str, ground_truth: str, *, format_score: float = 0.1, **_: Any) -> float:
     """(1 - format_score) x right + format_score x form.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from hpcrl.rewards.scorers.ground_truth import as_text, as_text_or_number, reads
+
 # What two spellings of one answer differ in, in the order in which it is taken away.
 SPELLINGS = (
     ("\n", ""),
@@ -28,6 +30,7 @@ class UnusualSpelling(ValueError):
     """The rules do not apply to this text."""
 
 
+@reads(as_text)
 def math_boxed(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
     """1 or 0.
 
@@ -163,6 +166,7 @@ MINERVA_FRACTION = re.compile(r"frac([^{])(.)")
 MINERVA_ROOT = re.compile(r"sqrt([^{])")
 
 
+@reads(as_text)
 def math_dapo(
     data_source: str, solution_str: str, ground_truth: str, *, strict_box_verify: bool = False, **_: Any
 ) -> dict[str, float | str | bool | None]:
@@ -210,6 +214,7 @@ def minerva_form(answer: str) -> str:
     return (without_commas if without_commas.isdigit() else answer).strip()
 
 
+@reads(as_text_or_number)
 def math_verify(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
     """1 if one of the answers that the library finds equals the ground truth, else 0.
 

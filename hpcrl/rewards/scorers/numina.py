@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcrl.rewards.scorers import algebra
 from hpcrl.rewards.scorers.grader import same_answer
+from hpcrl.rewards.scorers.ground_truth import as_text_or_number, reads
 from hpcrl.rewards.scorers.math_answers import closing_brace
 
 BEFORE_THE_ANSWER = ("answer:", "answer is", "answers are")
@@ -28,6 +29,7 @@ MAX_CHARACTERS = 1000
 MAX_DEPTH = 8  # tuples in tuples
 
 
+@reads(as_text_or_number)
 def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
     r"""1 or 0.
 
@@ -36,7 +38,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: A
     kept: a number equals its hundredth and its hundredfold; \pi may be 3.14; the last comparison, of expressions to
     1e-4, is never true, for 0.9.1 enters a decorator as a context manager. Not kept: a matrix as a Python list.
     """
-    answer, truth = last_answer(solution_str), str(ground_truth)
+    answer, truth = last_answer(solution_str), ground_truth
     if same_answer(answer, truth, "prime"):
         return 1.0
     try:

@@ -6,6 +6,7 @@ import re
 import string
 from typing import Any, Literal
 
+from hpcrl.rewards.scorers.ground_truth import as_text, as_texts, reads
 from hpcrl.runtime.exits import InputError
 
 LAST_CHARACTERS = 300
@@ -13,11 +14,13 @@ MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
 
 
+@reads(as_text)
 def exact(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
     """1 if the response is the ground truth, without regard to white space around it; else 0."""
     return float(solution_str.strip() == ground_truth.strip())
 
 
+@reads(as_text)
 def gsm8k(
     data_source: str,
     solution_str: str,
@@ -51,17 +54,26 @@ ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+def targets(value: Any) -> list[str]:
+    """The texts in {"target": text or texts}."""
+    try:
+        return as_texts(value["target"])
+    except (TypeError, KeyError, ValueError):
+        raise ValueError("expected {target: a text, or a list of texts}") from None
+
+
+@reads(targets)
 def search_r1(
     data_source: str,
     solution_str: str,
-    ground_truth: dict[str, Any],
+    ground_truth: list[str],
     *,
     format_score: float = 0.0,
     score: float = 1.0,
     **_: Any,
 ) -> float:
     """`score` for an exact match, a quarter of it when a tag occurs more than ten times, `format_score` for another
-    answer, 0 without tags. `ground_truth` is {"target": text or texts}.
+    answer, 0 without tags.
 
     verl's `reward_score/search_r1_like_qa_em.py`. Exact match as in SQuAD (Rajpurkar et al. 2016): lower case, no ASCII
     punctuation, no English articles, single spaces.
@@ -69,9 +81,7 @@ def search_r1(
     answer = last_answer(solution_str)
     if answer is None:
         return 0.0
-    target = ground_truth["target"]
-    golden = [target] if isinstance(target, str) else target
-    if normalised(answer) not in [normalised(text) for text in golden]:
+    if normalised(answer) not in map(normalised, ground_truth):
         return format_score
     many = max(solution_str.count(OPEN), solution_str.count(CLOSE)) > MANY_TAGS
     return score / 4 if many else score

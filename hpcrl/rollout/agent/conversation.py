@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from hpcrl.data.chat import folded
 from hpcrl.data.images import Entry, Kind, Source
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import truncate
@@ -21,7 +20,7 @@ from hpcrl.rollout.protocol import (
     Trajectory,
     merge_routed_experts,
 )
-from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.exits import InputError, folded
 
 if TYPE_CHECKING:
     from torch import Tensor
