@@ -75,6 +75,7 @@ class CheckpointStore:
     def __init__(self, root: str | os.PathLike[str], retention: Retention | None = None) -> None:
         self.root = Path(root)
         self._retention = retention or Retention()
+        self._has_removed = False
 
     def folder(self, step: int) -> Path:
         return self.root / f"step_{step:08d}"
@@ -168,6 +169,12 @@ class CheckpointStore:
         kept = [(step, folder) for step, folder in _candidates(self.root) if step <= newest]
         steps_to_drop = self._retention.steps_to_drop({step: self._metric_of(folder) for step, folder in kept})
         for folder in (folder for step, folder in kept if step in steps_to_drop):
+            if not self._has_removed:
+                self._has_removed = True
+                log.info(
+                    "removing %s: trainer.max_ckpt_to_keep=%s keeps the newest, null all; this is logged once",
+                    *(folder, self._retention.last),
+                )
             _remove(folder)
 
     def _metric_of(self, folder: Path) -> float | None:

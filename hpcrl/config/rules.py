@@ -169,8 +169,8 @@ def check_checkpoints(trainer: TrainerConfig) -> None:
         number = getattr(checkpoint, key)
         if number is not None and trainer.max_ckpt_to_keep is None:
             raise ConfigError(
-                f"trainer.checkpoint.{key}={number} changes nothing while all checkpoints stay; set "
-                "trainer.max_ckpt_to_keep to how many of the newest stay beside them"
+                f"trainer.checkpoint.{key}={number} changes nothing while all checkpoints stay "
+                "(trainer.max_ckpt_to_keep=null); set that to how many of the newest stay beside them"
             )
 
 

@@ -144,6 +144,9 @@ class WatchdogConfig(Section):
 class RunConfig(Section):
     name: FolderName = Field("run", description="name of the run; its files go to <dir>/<name>/")
     dir: PathStr = Field("runs", description="folder that holds runs")
+    group_readable: bool = Field(
+        False, description="the run's files are readable by the user's group (umask 027), not by the user only (077)"
+    )
     seed: int = Field(0, ge=-(2**63), lt=2**63, description="seed of weights, data order and sampling")
     plugins: Files = Field(
         default_factory=list, description="Python files that register estimators or losses of your own"
@@ -820,7 +823,9 @@ class TrainerConfig(Section):
         description="write finished responses through to rollouts/*.gen.log; a step that was cut short is resumed with "
         "them. false: it is generated again, bit for bit",
     )
-    max_ckpt_to_keep: PositiveInt | None = Field(None, description="newest checkpoints that stay; null: all")
+    max_ckpt_to_keep: PositiveInt | None = Field(
+        3, description="newest checkpoints that stay; null: all, as in runs that began before this had a bound"
+    )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="how checkpoints are written")
     resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: resume from the newest valid checkpoint")
     logger: Loggers = Field(

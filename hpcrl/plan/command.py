@@ -8,7 +8,6 @@ memory only of a refit.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -21,55 +20,15 @@ from typing import NamedTuple, NoReturn
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO
-from hpcrl.model.params import shards
 from hpcrl.plan import refit
+from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes
 from hpcrl.plan.fixes import cheapest_fix, tightest
 from hpcrl.plan.memory import GIB, MIB, Phase, Row, TrainingPlan, binary
 from hpcrl.plan.refit import size
-from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel
+from hpcrl.plan.state import FP32
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import format_spans, is_first_launched
-
-RESPONSE_COLUMNS = 8  # of the rollout archive, in fp32 or int32, beside the reference's and the critic's
-
-
-def checkpoint_bytes(job: TrainingPlan) -> dict[str, int]:
-    """Bytes by role: weights and optimizer state of trained models; also of the Hugging Face directory and the
-    adapter."""
-    roles = {role: _saved(model) for role, model in job.models.items() if model.optim is not None}
-    if job.config.trainer.save_hf:
-        actor = job.models["actor"]
-        whole = replace(actor, lora=None)
-        roles["hugging face"] = _numel(whole) * actor.itemsize
-    if job.config.model.lora_rank > 0:
-        actor = job.models["actor"]
-        roles["lora adapter"] = _numel(actor, trained=True) * actor.itemsize
-    return roles
-
-
-def kept_checkpoints(job: TrainingPlan) -> int | None:
-    """Largest number of checkpoints that exist at once, the one being written included; None if it is not known."""
-    trainer, options = job.config.trainer, job.config.trainer.checkpoint
-    if trainer.save_freq == -1:
-        return 0
-    steps = trainer.total_training_steps
-    written = None if steps is None else math.ceil(steps / trainer.save_freq)
-    if trainer.max_ckpt_to_keep is None or (options.keep_every is not None and steps is None):
-        return written
-    kept = trainer.max_ckpt_to_keep + (options.keep_best or 0) + 1
-    if options.keep_every is not None and steps is not None:
-        kept += steps // options.keep_every
-    return kept if written is None else min(kept, written)
-
-
-def rollout_bytes(job: TrainingPlan) -> int:
-    """Largest size of a step's archive, of its tokens."""
-    config, derived = job.config, job.derived
-    columns = RESPONSE_COLUMNS + derived.needs_ref + derived.needs_critic + config.distillation.enabled
-    response = config.data.max_response_length
-    each = FP32 * (derived.max_sequence_length + columns * response)
-    return config.trainer.save_rollouts * derived.samples_per_step * each
 
 
 def staged_bytes(job: TrainingPlan) -> int:
@@ -83,22 +42,6 @@ def staged_bytes(job: TrainingPlan) -> int:
             if model.itemsize == FP32:
                 per_rank += state.gradients // model.layout.dp  # the optimizer's own copy is written, too
     return per_rank
-
-
-def _numel(model: RoleModel, *, trained: bool = False) -> int:
-    """Of all parameters, or of those that are trained."""
-    found = shards(model.shape, head=model.head, lora=model.lora)
-    return sum(math.prod(shard.global_shape) for shard in found if not trained or model.is_trained(shard))
-
-
-def _saved(model: RoleModel) -> int:
-    """Bytes of a saved model. Adam: the weights, a copy in fp32, two moments; SGD: those of them that it has."""
-    assert model.optim is not None
-    if model.optim.optimizer == "adam":
-        state = FP32 + ITEMSIZE[model.optim.exp_avg_dtype] + ITEMSIZE[model.optim.exp_avg_sq_dtype]
-    else:
-        state = FP32 * ((model.itemsize < FP32) + (model.optim.momentum > 0))
-    return _numel(model) * model.itemsize + _numel(model, trained=True) * state
 
 
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache", "refit", "total")
@@ -268,7 +211,8 @@ def _fit(job: TrainingPlan, rows: list[Row]) -> Iterator[str]:
 
 
 def _costs(job: TrainingPlan) -> Iterator[str]:
-    roles, kept, config = checkpoint_bytes(job), kept_checkpoints(job), job.config
+    config, steps = job.config, job.config.trainer.total_training_steps
+    roles, kept = checkpoint_bytes(config, job.models), kept_checkpoints(config.trainer, steps)
     if offloaded := max(job.on_hosts().values(), default=0):
         rank = max(map(job.on_host, job.places))
         yield f"  {'offloaded':<22}{binary(offloaded)} of a node's host memory, {binary(rank)} of a rank's"
@@ -282,8 +226,7 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
         most = "all are kept" if kept is None else f"at most {kept} at once, {size(kept * each)}"
         yield f"  {'checkpoints':<22}{size(each)} each ({parts}); {most}"
         yield f"  {'host copy of a save':<22}{size(staged_bytes(job))} per rank"
-    if archive := rollout_bytes(job):
-        steps = config.trainer.total_training_steps
+    if archive := rollout_bytes(config, job.derived):
         total = "" if steps is None else f", {size(archive * steps)} in {steps} steps"
         yield f"  {'rollout archive':<22}at most {size(archive)} per step{total}"
     its = config.job

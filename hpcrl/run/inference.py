@@ -24,7 +24,7 @@ from hpcrl.rollout_source.source import WeightSync
 from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start
 from hpcrl.runtime.exits import DONE, InputError
-from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.job import directory_mode, run_directory
 from hpcrl.runtime.json_file import replace_json
 from hpcrl.telemetry.progress import PhaseTimers
 
@@ -146,7 +146,7 @@ def inside_run(config: Config, name: str) -> Config:
     """`config` of a job whose run directory is <run>/<name>; <run> is made."""
     folder = run_directory(config)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=directory_mode(config), parents=True, exist_ok=True)
     except OSError as error:
         why = f"cannot make the run directory {folder}: {error.strerror}; change run.dir or run.name"
         raise InputError(why) from None

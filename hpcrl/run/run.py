@@ -19,6 +19,7 @@ from hpcrl.controller.controller import Controller
 from hpcrl.controller.register import Registration
 from hpcrl.rollout_source.durable_rollouts import DurableRollouts, bring_back, origin_of
 from hpcrl.rollout_source.source import RolloutSource, write_samples
+from hpcrl.run import disk
 from hpcrl.run.calls import Call, PendingBatch, Role
 from hpcrl.run.performance import PROFILE_FOLDER, ProfiledSteps, Stragglers
 from hpcrl.run.saver import Saver, export, export_adapter
@@ -175,6 +176,8 @@ class Run:
 
     def until_done(self, loop: Callable[[Run], None]) -> int:
         """Restore, run the loop, and end. Returns the exit code: done, or to be continued by another slice."""
+        if self.step < self.last_step and not self.is_complete:
+            disk.report(self.job, self.controller, self.folder, self.step, self.last_step)
         self._restore()
         self.events.emit("started", self.step, total_steps=self.total_steps)
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,9 +121,9 @@ def write_exit(
     record = {"code": code, "rank": rank, "role": role, "phase": phase, "error": error}
     target = Path(run_dir) / "exit.json"
     try:
-        handle, draft = tempfile.mkstemp(prefix=".exit.", dir=run_dir)
+        draft = target.with_name(f".exit.{secrets.token_hex(8)}")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with open(draft, "x", encoding="utf-8") as file:
                 file.write(json.dumps(record, indent=1) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -132,7 +132,7 @@ def write_exit(
         except FileExistsError:
             return False
         finally:
-            os.unlink(draft)
+            draft.unlink(missing_ok=True)
     except OSError:
         return True
 

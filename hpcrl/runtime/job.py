@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+PRIVATE, GROUP_READABLE = 0o077, 0o027  # umasks of run.group_readable
 C = TypeVar("C", bound=Any)  # hpcrl.config.schema.Config, a layer above: its section `run` is read here
 # (config, number of ranks, rank, role, phase) -> text
 Advice = Callable[[C, int, int, str | None, str | None], str]
@@ -66,7 +67,7 @@ def run_spmd(
     if handles_signals:
         block_signals()
     ends_at = end_of_allocation(os.environ) if is_first_launched(os.environ) else None
-    os.umask(0o077)  # a run directory holds data and weights; child processes inherit the mask
+    os.umask(PRIVATE)  # a run directory holds data and weights; child processes inherit the mask
     fork_server.start()
     if handles_signals:
         block_signals()  # again: multiprocessing unblocks SIGTERM
@@ -129,11 +130,21 @@ def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
         if comm.rank != 0:
             return None
         config = load()
-        make_run_directory(run_directory(config))
+        set_umask(config)
+        path = run_directory(config)
+        make_run_directory(path)
+        if config.run.group_readable:  # which a folder of an earlier attempt need not be
+            path.chmod(path.stat().st_mode | 0o050)
         return config
 
     loaded: C = broadcast_object(comm, run_collectively(comm, load_and_make))
+    set_umask(loaded)
     return loaded
+
+
+def set_umask(config: Any) -> None:
+    if config.run.group_readable:
+        fork_server.set_umask(GROUP_READABLE)
 
 
 def _explain_out_of_memory(
@@ -159,10 +170,15 @@ def run_directory(config: Any) -> Path:
     return Path(os.path.abspath(os.path.join(config.run.dir, config.run.name)))
 
 
+def directory_mode(config: Any) -> int:
+    """Mode of a run directory that is made before the job starts."""
+    return 0o777 & ~(GROUP_READABLE if config.run.group_readable else PRIVATE)
+
+
 def make_run_directory(path: Path) -> None:
-    """Make the run directory, readable by the user only, and remove exit.json and heartbeats of an earlier attempt."""
+    """Make the run directory, with the umask's mode, and remove exit.json and heartbeats of an earlier attempt."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         (path / "exit.json").unlink(missing_ok=True)
         shutil.rmtree(path / rank_status.FOLDER, ignore_errors=True)
     except OSError as error:
@@ -181,7 +197,7 @@ class TerminalFormatter(logging.Formatter):
 def start_logging(run_dir: str | os.PathLike[str], rank: int) -> None:
     """Log everything, including warnings, to `<run_dir>/logs/rank_%05d.log`; rank 0 also prints hpcrl's lines."""
     folder = Path(run_dir) / "logs"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(folder / f"rank_{rank:05d}.log", encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.root.addHandler(file)

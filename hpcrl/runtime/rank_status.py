@@ -98,7 +98,7 @@ def write_heartbeat(folder: Path, heartbeat: Heartbeat) -> None:
     """Overwrite the file in place and close it: other nodes of a network file system see a file once it is closed."""
     entries = {k: v[:LONGEST_NAME] if isinstance(v, str) else v for k, v in asdict(heartbeat).items()}
     block = json.dumps(entries).encode().ljust(BLOCK - 1) + b"\n"
-    handle = os.open(heartbeat_path(folder, heartbeat.rank), os.O_WRONLY | os.O_CREAT, 0o600)
+    handle = os.open(heartbeat_path(folder, heartbeat.rank), os.O_WRONLY | os.O_CREAT, 0o640)
     try:
         os.pwrite(handle, block, 0)
     finally:

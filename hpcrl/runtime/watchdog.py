@@ -207,7 +207,7 @@ def start(run_dir: Path, rank: int, size: int, status: RankStatus, limits: Any) 
     if not limits.enable:
         return
     folder = run_dir / rank_status.FOLDER
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     watchdog = Watchdog(run_dir, rank, size, status, limits)
     watchdog.publish()
     threading.Thread(target=watchdog.run, name="watchdog", daemon=True).start()

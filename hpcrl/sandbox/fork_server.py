@@ -26,6 +26,7 @@ from hpcrl.sandbox.process_tree import STEP_SIGNALS
 
 LAUNCHER_PREFIXES = ("PMI_", "PMI2_", "PMIX", "PALS_", "OMPI_", "PRTE", "SLURM_", "MPICH", "MPIR_", "MPI_", "HYDRA")
 FOLDER = "HPCRL_CHILDREN_FOLDER"  # an environment variable of the server only
+_umask: int | None = None  # of children; None: the server's
 
 
 def without_launcher_variables(environ: dict[str, str]) -> dict[str, str]:
@@ -46,6 +47,13 @@ def start() -> None:
     finally:
         del os.environ[FOLDER]
         os.environ.update(full)
+
+
+def set_umask(mask: int) -> None:
+    """Set the umask of this process, and of children that are started from now on."""
+    global _umask
+    _umask = mask
+    os.umask(mask)
 
 
 def bind(cpus: Iterable[int]) -> None:
@@ -75,7 +83,7 @@ def spawn(target: Callable[..., Any], args: tuple[Any, ...]) -> ForkServerProces
     needs an `if __name__ == "__main__"`.
     """
     # not daemonic, because a daemonic process may not have children
-    child = context().Process(target=target, args=args, daemon=False)
+    child = context().Process(target=_run, args=(_umask, target, args), daemon=False)
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -83,6 +91,12 @@ def spawn(target: Callable[..., Any], args: tuple[Any, ...]) -> ForkServerProces
     finally:
         sys.modules["__main__"] = main
     return child
+
+
+def _run(umask: int | None, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if umask is not None:
+        os.umask(umask)
+    target(*args)
 
 
 def _prepare_server() -> None:

@@ -269,7 +269,7 @@ def _prepare_process(log_file: Path) -> None:
     process_tree.raise_oom_score()
     os.nice(10)
     try:
-        output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
     except OSError:
         output = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):

@@ -15,7 +15,8 @@ from hpcrl.config.loader import load_config
 from hpcrl.jobs.train import Train
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.plan.command import checkpoint_bytes, describe, kept_checkpoints
+from hpcrl.plan.command import describe
+from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints
 from hpcrl.plan.fixes import cheapest_fix, tightest
 from hpcrl.plan.memory import GIB, Row, TrainingPlan, with_keys
 from hpcrl.rollout.native.engine import NativeEngine
@@ -186,10 +187,10 @@ def test_offload_comes_before_more_nodes() -> None:
 def test_disk() -> None:
     job = TrainingPlan(load_config(TEMPLATE))
     parameters = 80 * LAYER + 2 * VOCABULARY + 8192
-    assert checkpoint_bytes(job)["actor"] == 14 * parameters
-    assert kept_checkpoints(job) == 4  # three, and the one that is written
+    assert checkpoint_bytes(job.config, job.models)["actor"] == 14 * parameters
+    assert kept_checkpoints(job.config.trainer, 500) == 4  # three, and the one that is written
     everything = with_keys(job.config, {"trainer.max_ckpt_to_keep": None})
-    assert kept_checkpoints(TrainingPlan(everything)) == 50
+    assert kept_checkpoints(everything.trainer, 500) == 50
 
 
 def test_an_engine_has_the_planned_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,5 +272,5 @@ def test_adapters_take_the_place_of_the_reference() -> None:
     assert smaller < 0.9 * update
     parameters = 80 * LAYER + 2 * VOCABULARY + 8192
     adapters = 80 * 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))  # q, o; k, v; gate, up, down
-    disk = checkpoint_bytes(lora)
+    disk = checkpoint_bytes(lora.config, lora.models)
     assert disk["lora adapter"] == 2 * adapters and disk["actor"] == 2 * parameters + 14 * adapters

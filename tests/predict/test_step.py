@@ -12,7 +12,7 @@ import pytest
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.plan.command import checkpoint_bytes
+from hpcrl.plan.disk import checkpoint_bytes
 from hpcrl.plan.memory import TrainingPlan, with_keys
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine
@@ -209,7 +209,7 @@ def test_sizes_are_those_of_the_plan(name: str) -> None:
         assert held == pytest.approx(planned, rel=0.01)
     cache = min(row.kv_cache for row in job.rows() if row.phase == "rollout")
     assert times._kv_cache() == pytest.approx(cache, rel=0.01)
-    saved = checkpoint_bytes(job)
+    saved = checkpoint_bytes(job.config, job.models)
     assert times.checkpoint_bytes() == pytest.approx({role: saved[role] for role in times.checkpoint_bytes()}, rel=0.01)
 
 
