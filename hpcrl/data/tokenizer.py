@@ -45,6 +45,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def has_tokenizer(folder: str) -> bool:
+    """Whether a Hugging Face directory has a tokenizer beside its model."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
+def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest id of a token, added ones included, plus 1."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end a response: the tokenizer's eos_token, then others that generation_config.json beside it names, as
     for `transformers.generate`."""

@@ -51,10 +51,10 @@ class RewardModel(PairsJob):
         return cls.check_pairs(config, [REWARD], num_ranks)
 
     def read_inputs(self) -> Inputs:
-        from hpcrl.model.hf.directory import shape_of
+        from hpcrl.workers.team import shape_beside
 
         inputs = super().read_inputs()
-        inputs.shape = shape_of(REWARD.architecture(self.config), inputs.shape.vocab_size)
+        inputs.shape = shape_beside(REWARD.architecture(self.config), inputs.shape)
         return inputs
 
     def roles(self) -> list[RoleSpec]:

@@ -47,6 +47,7 @@ class Score(WeightsJob):
 
     name = "score"
     section = ScoreConfig
+    runs_model = True
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -70,7 +71,7 @@ class Score(WeightsJob):
         team, weights = self.build([POLICY])
         shape = team.inputs.shape
         sequences = world.run_collectively(
-            lambda: read_sequences(Path(source), shape.vocab_size, shape.max_position_embeddings)
+            lambda: read_sequences(Path(source), shape.softmax_size, shape.max_position_embeddings)
         )
         policy = cast("PolicyWorker | None", team.workers.get("actor"))
         if weights is None and world.rank == 0:

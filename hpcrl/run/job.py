@@ -22,7 +22,7 @@ from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, PositiveOrMinusOne, Section, extended
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.sampler import OrderedSampler, file_order, steps_for_epochs
-from hpcrl.run.job_config import with_presets
+from hpcrl.run.job_config import with_presets, with_softmax_of_run
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.world import World
 from hpcrl.telemetry.trackers import missing_packages
@@ -154,6 +154,7 @@ class WeightsJob(Job):
     """A job that reads the weights of a policy, in the actor's layout, and needs no config file."""
 
     can_be_submitted = False
+    runs_model: ClassVar[bool] = False
     derived: RoleLayouts
 
     @classmethod
@@ -165,7 +166,7 @@ class WeightsJob(Job):
         from hpcrl.run.start import find_start
         from hpcrl.workers.team import Inputs, build_team, policy_shape
 
-        shape = self.world.run_collectively(lambda: policy_shape(self.config))
+        shape = self.world.run_collectively(lambda: policy_shape(self.config, is_run=self.runs_model))
         source = find_start(self.world, self.config).init_from
         return build_team(self.world, self.config, self.derived, Inputs(shape), roles), source
 
@@ -190,7 +191,7 @@ class TrainingJob(Job):
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
-        config = super().load(arguments)
+        config = with_softmax_of_run(super().load(arguments))
         if missing := missing_packages(config.trainer.logger):
             raise InputError(
                 f"trainer.logger names {missing[0]}, which is not installed; install it with "
@@ -217,12 +218,12 @@ class TrainingJob(Job):
 
     def own_shapes(self) -> dict[str, ModelShape]:
         """Role -> shape, of roles of `own_roles` with a model of their own that `read_inputs` did not read."""
-        from hpcrl.model.hf.directory import shape_of  # imports torch
+        from hpcrl.workers.team import shape_beside  # imports torch
 
         config, inputs = self.config, self.inputs
         models = {spec.name: spec.architecture(config) for spec in self.own_specs() if spec.head is not None}
         own = {role: model for role, model in models.items() if model is not config.model and role not in inputs.shapes}
-        return {role: shape_of(model, inputs.shape.vocab_size) for role, model in own.items()}
+        return {role: shape_beside(model, inputs.shape) for role, model in own.items()}
 
     def stands_for(self, role: str) -> str:
         """The role whose workers are called for `role`."""
