@@ -50,9 +50,9 @@ def has_tokenizer(folder: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
-def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the largest id of a token, added ones included, plus 1."""
-    return max(tokenizer.get_vocab().values()) + 1
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids that have a token, added ones included."""
+    return set(tokenizer.get_vocab().values())
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -139,9 +139,9 @@ def job_shape(config: Config) -> ModelShape:
         if model.tokenizer is None:
             raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
         # takes seconds, and most large templates name vocab_size
-        from hpcrl.data.tokenizer import load_tokenizer, num_token_ids
+        from hpcrl.data.tokenizer import load_tokenizer, token_ids
 
-        num_tokens = num_token_ids(load_tokenizer(model.tokenizer))
+        num_tokens = max(token_ids(load_tokenizer(model.tokenizer))) + 1
     return model_shape(model, num_tokens)
 
 

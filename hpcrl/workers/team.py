@@ -17,7 +17,7 @@ from hpcrl.data.image_loader import Dataset, ImageLoader
 from hpcrl.data.judge_prompts import JudgePrompts
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sft import SftDataset
-from hpcrl.data.tokenizer import has_tokenizer, load_tokenizer, num_token_ids
+from hpcrl.data.tokenizer import has_tokenizer, load_tokenizer, token_ids
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.directory import shape_of
@@ -198,13 +198,20 @@ def read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
 
 def shape_with(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> ModelShape:
     """The shape of a model with its tokenizer. Logs a difference of their vocabularies."""
-    size = num_token_ids(tokenizer)
+    ids = token_ids(tokenizer)
+    size = max(ids) + 1
     shape = shape_of(model, size)
     if size < shape.vocab_size:
         log.info(
             "vocabulary: %d tokens of the tokenizer, %d rows in the model; the other %d %s",
             *(size, shape.vocab_size, shape.vocab_size - size),
             "are never drawn" if model.softmax_vocab == "tokenizer" else "can be drawn (model.softmax_vocab=config)",
+        )
+    if len(ids) < size:
+        log.warning(
+            "vocabulary: %d ids below %d, the tokenizer's largest, have no token and can be drawn; where a response has "
+            "one, its text lacks it",
+            *(size - len(ids), size - 1),
         )
     return shape
 

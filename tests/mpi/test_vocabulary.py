@@ -109,6 +109,7 @@ def test_rows_without_a_token_change_nothing_and_get_no_gradient(
     assert_slices(engine, mine, whole)
 
 
+@pytest.mark.ci_world(2)
 def test_a_job_draws_the_tokenizers_ids_or_all(world: World, lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     layout = on(world.size, tp=world.size)
     for chosen, most in (("tokenizer", 25), ("config", 60)):
