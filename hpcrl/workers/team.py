@@ -209,8 +209,7 @@ def shape_with(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> ModelS
         )
     if len(ids) < size:
         log.warning(
-            "vocabulary: %d ids below %d, the tokenizer's largest, have no token and can be drawn; where a response has "
-            "one, its text lacks it",
+            "vocabulary: %d ids below %d, the largest of the tokenizer, have no token, and they can be drawn",
             *(size - len(ids), size - 1),
         )
     return shape
