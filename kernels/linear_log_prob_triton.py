@@ -129,7 +129,7 @@ class LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         into_sum = sums_in_fp32(weight)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] and not into_sum else None
-        if grad_weight is not None:  # the other columns only pad the vocabulary
+        if grad_weight is not None:  # the other columns have no token
             grad_weight[valid if rows else 0 :] = 0
         for columns in _chunks(rows, valid, HEAD_CHUNKS):
             part = weight[columns]

@@ -46,7 +46,7 @@ def sample(
     exceeds u, summed in fp64 in id order over the tokens that top-k (-1: all) and then top-p (1: all) keep; among equal
     probabilities the lowest ids are kept first. Its log-prob is the fp32 log-softmax after temperature and before that
     filter. At temperature 0 it is the lowest id of the largest logit, with its log-prob under temperature 1. Ids from
-    `vocab_size` on are padding and have no probability; their logits may be overwritten. If a logit is NaN or inf, or
+    `vocab_size` on have no token and no probability; their logits may be overwritten. If a logit is NaN or inf, or
     all are -inf, the log-prob is not finite; this function does not synchronise to check it.
 
     `partials` are those of `partials(logits, vocab_size, temperature)`, if they are known already.

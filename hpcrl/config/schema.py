@@ -299,6 +299,11 @@ class ModelConfig(Section):
     num_query_groups: PositiveInt = Field(2, description="key-value heads")
     head_dim: PositiveInt | None = Field(None, description="width of a head; null: hidden_size / num_attention_heads")
     vocab_size: PositiveInt | None = Field(None, description="tokens; null: the tokenizer's")
+    softmax_vocab: Literal["tokenizer", "config"] = Field(
+        "tokenizer",
+        description="ids that have a probability, in rollout and training: those of the tokenizer, or all vocab_size "
+        "ids, of which some may have no token; teachers and reward models follow the policy's",
+    )
     max_position_embeddings: PositiveInt = Field(4096, description="longest sequence, in tokens")
     rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary embedding")
     rope_scaling: RopeScalingConfig | None = Field(None, description="stretching of the rotary embedding; null: none")

@@ -45,6 +45,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def has_tokenizer(folder: str) -> bool:
+    """Whether a Hugging Face directory has a tokenizer beside its model."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids that have a token, added ones included."""
+    return set(tokenizer.get_vocab().values())
+
+
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end a response: the tokenizer's eos_token, then others that generation_config.json beside it names, as
     for `transformers.generate`."""

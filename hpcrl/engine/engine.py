@@ -133,7 +133,7 @@ class TrainEngine:
                 self.optimizer = build_optimizer(replicated.models, optim, groups, dtype, tower_lr)
             self._replicated, self.models = replicated, [*replicated.models]
         self._vocabulary = VocabularyOutputs(
-            self.chunks[-1], groups.tp, shape.vocab_size, chunk_rows=head_chunk_tokens, exact=exact
+            self.chunks[-1], groups.tp, shape.softmax_size, chunk_rows=head_chunk_tokens, exact=exact
         )
         vpp = groups.layout.vpp if groups.layout.vpp > 1 else None
         self._schedule = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=vpp)

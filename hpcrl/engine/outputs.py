@@ -1,7 +1,7 @@
 """Head outputs of a model: log-probs, most likely tokens, values, scores; (R, ...), one row per output token.
 
-Logits are (R, V / tp): this rank's columns, rank i of `group` holding the i-th block. Columns of ids >= vocab_size are
-padding and have probability 0. Every function is collective over `group`, whose ranks pass the same rows.
+Logits are (R, V / tp): this rank's columns, rank i of `group` holding the i-th block. Columns of ids >= vocab_size have
+no token and probability 0. Every function is collective over `group`, whose ranks pass the same rows.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ WAVES = 16  # of sequences through the engines' slots between two writes: behind
 
 # Keys that decide what the samples are; layouts, batching and time limits do not.
 DECISIVE = re.compile(
-    r"run\.seed|model\..*|rollout\.(engine|dtype|n|temperature|top_k|top_p|ignore_eos|exact|multi_turn\..*)"
+    r"run\.seed|model\.(?!softmax_vocab).*"
+    r"|rollout\.(engine|dtype|n|temperature|top_k|top_p|ignore_eos|exact|multi_turn\..*)"
     r"|data\.(prompt_key|max_prompt_length|max_response_length|filter_overlong_prompts|truncation|chat_template"
     r"|apply_chat_template_kwargs.*)|generate\.(score|log_probs)"
     r"|reward\.(?!memory_limit_mb|num_workers|timeout|judge\.(cache_size|max_num|gpu_|kv_|enforce_|param_)).*"
@@ -87,6 +88,9 @@ class Generate(SamplingJob):
         log.info("%d prompts of data.%s_files=%s, %d samples each", num_prompts, self.split, ", ".join(names), n)
         path = Path(config.section("generate").output_path or self.run_folder / OUTPUT_FILE)
         settings: dict[str, Any] = {k: v for k, v in flatten(config.model_dump()).items() if DECISIVE.fullmatch(k)}
+        shape = self.inputs.shape
+        if shape.softmax_size < shape.vocab_size:
+            settings["model.softmax_vocab"] = config.model.softmax_vocab
         source, frozen = self.start.init_from, self.start.frozen
         settings["model.init_from"] = str(source.resolve()) if source is not None else None
         for role, section in (("reward", "reward.reward_model"), ("judge", "reward.judge")):

@@ -96,8 +96,9 @@ class Preference(PairsJob):
         if not self.precomputes:
             return
         datasets, config, init_from = self.inputs.pairs, self.config, run.start.init_from
-        drawn = (self.inputs.shape, config.run.seed)
-        key = key_of(datasets, config.model.dtype, origin_of(init_from) if init_from is not None else drawn)
+        shape, drawn = self.inputs.shape, (self.inputs.shape, config.run.seed)
+        ids = [shape.softmax_size] if shape.softmax_size < shape.vocab_size else []
+        key = key_of(datasets, config.model.dtype, origin_of(init_from) if init_from is not None else drawn, *ids)
         sizes = {split: len(dataset) for split, dataset in datasets.items()}
         if "val" in sizes:
             sizes["val"] = min(sizes["val"], self.own.eval_samples)

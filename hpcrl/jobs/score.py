@@ -48,6 +48,7 @@ class Score(WeightsJob):
 
     name = "score"
     section = ScoreConfig
+    runs_model = True
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -74,7 +75,7 @@ class Score(WeightsJob):
         team, weights = self.build([POLICY])
         shape = team.inputs.shape
         sequences = world.run_collectively(
-            lambda: read_sequences(Path(source), shape.vocab_size, shape.longest_sequence)
+            lambda: read_sequences(Path(source), shape.softmax_size, shape.longest_sequence)
         )
         policy = cast("PolicyWorker | None", team.workers.get("actor"))
         if weights is None and world.rank == 0:

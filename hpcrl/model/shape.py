@@ -82,6 +82,8 @@ class ModelShape:
     moe_routed_scale: float = 1.0  # factor of the experts' weights
     mla: LatentAttention | None = None
     vision: Vision | None = None
+    # Not in the repr, because files that earlier versions wrote are named by it.
+    tokenizer_size: int | None = field(default=None, repr=False)  # ids up to the last token; None: not known
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_query_groups:
@@ -165,6 +167,12 @@ class ModelShape:
             return 0.0
         tower = self.vision.tower
         return tower["depth"] * tower["hidden_size"] / (self.num_layers * self.hidden_size)
+
+    @property
+    def softmax_size(self) -> int:
+        """Ids that have a probability, the first of the vocabulary: the tokenizer's, or all. The others are never
+        drawn, and their rows of the output layer get no gradient."""
+        return self.vocab_size if self.tokenizer_size is None else self.tokenizer_size
 
     @property
     def padded_vocab_size(self) -> int:

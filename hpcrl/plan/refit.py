@@ -138,9 +138,10 @@ def job_shape(config: Config) -> ModelShape:
     if model.path is None and model.vocab_size is None:
         if model.tokenizer is None:
             raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
-        from hpcrl.data.tokenizer import load_tokenizer  # takes seconds, and most large templates name vocab_size
+        # takes seconds, and most large templates name vocab_size
+        from hpcrl.data.tokenizer import load_tokenizer, token_ids
 
-        num_tokens = len(load_tokenizer(model.tokenizer))
+        num_tokens = max(token_ids(load_tokenizer(model.tokenizer))) + 1
     return model_shape(model, num_tokens)
 
 

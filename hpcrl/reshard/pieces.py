@@ -21,6 +21,11 @@ def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:
         raise InputError("rollout.engine=tensorrt_llm: its layout of latent attention is not known; use engine=native")
     if shape.num_experts:
         raise InputError("rollout.engine=tensorrt_llm: its layout of experts is not known; use engine=native")
+    if shape.softmax_size < shape.vocab_size:
+        raise InputError(
+            f"rollout.engine=tensorrt_llm draws from all {shape.vocab_size} ids of the model, and the tokenizer has "
+            f"{shape.softmax_size}; use engine=native, or model.softmax_vocab=config, with which all ids are trained on"
+        )
     for what, size in (("num_attention_heads", shape.num_attention_heads), ("ffn_hidden_size", shape.ffn_hidden_size)):
         if size % tp_size:
             raise InputError(

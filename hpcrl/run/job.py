@@ -23,7 +23,7 @@ from hpcrl.config.schema import Config, PositiveOrMinusOne, Section, extended
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.sampler import OrderedSampler, file_order, steps_for_epochs
 from hpcrl.model.architecture import check_longest
-from hpcrl.run.job_config import with_presets
+from hpcrl.run.job_config import with_presets, with_settings_of_run
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.world import World
 from hpcrl.telemetry.trackers import missing_packages
@@ -155,6 +155,7 @@ class WeightsJob(Job):
     """A job that reads the weights of a policy, in the actor's layout, and needs no config file."""
 
     can_be_submitted = False
+    runs_model: ClassVar[bool] = False
     derived: RoleLayouts
 
     @classmethod
@@ -166,7 +167,7 @@ class WeightsJob(Job):
         from hpcrl.run.start import find_start
         from hpcrl.workers.team import Inputs, build_team, policy_shape
 
-        shape = self.world.run_collectively(lambda: policy_shape(self.config))
+        shape = self.world.run_collectively(lambda: policy_shape(self.config, is_run=self.runs_model))
         source = find_start(self.world, self.config).init_from
         return build_team(self.world, self.config, self.derived, Inputs(shape), roles), source
 
@@ -193,7 +194,7 @@ class TrainingJob(Job):
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
-        config = super().load(arguments)
+        config = with_settings_of_run(super().load(arguments))
         if missing := missing_packages(config.trainer.logger):
             raise InputError(
                 f"trainer.logger names {missing[0]}, which is not installed; install it with "
@@ -220,14 +221,14 @@ class TrainingJob(Job):
 
     def own_shapes(self) -> dict[str, ModelShape]:
         """Role -> shape, of roles of `own_roles` with a model of their own that `read_inputs` did not read."""
-        from hpcrl.model.hf.directory import shape_of  # imports torch
+        from hpcrl.workers.team import shape_beside  # imports torch
 
         config, inputs = self.config, self.inputs
         found: dict[str, ModelShape] = {}
         for spec in self.own_specs():
             model = spec.architecture(config)
             if spec.head is not None and model is not config.model and spec.name not in inputs.shapes:
-                found[spec.name] = shape_of(model, inputs.shape.vocab_size)
+                found[spec.name] = shape_beside(model, inputs.shape)
                 check_longest(found[spec.name], config, spec.path)
         return found
 

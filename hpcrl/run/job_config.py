@@ -16,6 +16,7 @@ from hpcrl.config.loader import load_config, quoted_path, raw_value
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
 
 T = TypeVar("T")
 
@@ -43,6 +44,29 @@ def with_presets(config: Config) -> Config:
     return config.model_copy(update={"algorithm": algorithm})
 
 
+def softmax_vocab_of(run: Path) -> str:
+    """model.softmax_vocab of a run. Runs that began before the key existed have drawn from all ids of the model."""
+    return str(raw_value(run / "config.yaml", (), ("model", "softmax_vocab")) or "config")
+
+
+def with_settings_of_run(config: Config) -> Config:
+    """`config`, with the values of the run that it resumes for keys whose default has changed, where the template gives
+    none."""
+    run = run_directory(config)
+    if not any(run.glob("checkpoints/step_*")):
+        return config
+    try:
+        former = {"model": {"softmax_vocab": softmax_vocab_of(run)}}
+        former["trainer"] = {"max_ckpt_to_keep": raw_value(run / "config.yaml", (), ("trainer", "max_ckpt_to_keep"))}
+    except ConfigError:  # no config.yaml that can be read
+        return config
+    for name, values in former.items():
+        section = config.section(name)
+        update = {key: value for key, value in values.items() if key not in section.model_fields_set}
+        config = config.model_copy(update={name: section.model_copy(update=update)})
+    return config
+
+
 def in_section(section: str, make: Callable[[], T]) -> T:
     """The result of `make`, whose ValueError is one of the section."""
     try:
@@ -66,7 +90,8 @@ def config_of(source: str, folder: str, overrides: list[str], schema: type[Confi
     if run is None:
         raise InputError(f"{source}: expected a Hugging Face directory, a run or one of its checkpoints")
     model = json.dumps(raw_value(run / "config.yaml", (), ("model",)))  # JSON is YAML
-    return load_config(None, [f"model={model}", f"model.init_from={quoted_path(str(path))}", *name, *overrides], schema)
+    own = [f"model={model}", f"model.softmax_vocab={softmax_vocab_of(run)}"]
+    return load_config(None, [*own, f"model.init_from={quoted_path(str(path))}", *name, *overrides], schema)
 
 
 def folder_of(source: str, target: str) -> str:

@@ -20,6 +20,7 @@ from hpcrl.config.loader import job_file, load_config, quoted_path, raw_value
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.job import SupervisedJob, TrainingJob
+from hpcrl.run.job_config import softmax_vocab_of
 from hpcrl.run.run import versions
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
@@ -125,7 +126,8 @@ class Replay(TrainingJob):
         if step < 1 or step not in rows:
             raise InputError(f"{run}: step {step} is not in {METRICS_FILE}, which has steps {min(rows)} to {max(rows)}")
         starts = starts_of(run, step, needs_rollouts(cls))
-        overrides = [*arguments.overrides, *FIXED, *_own(run, starts, arguments, cls)]
+        then = f"model.softmax_vocab={softmax_vocab_of(run)}"
+        overrides = [then, *arguments.overrides, *FIXED, *_own(run, starts, arguments, cls)]
         folder = make_folder(run, step, arguments.out)
         overrides += [f"run.dir={quoted_path(str(folder.parent))}", f"run.name={quoted_path(folder.name)}"]
         placement = [text for text in overrides if text.startswith("placement")]

@@ -14,6 +14,7 @@ from hpcrl.checkpoint.store import CheckpointStore, load_path
 from hpcrl.config.loader import load_config
 from hpcrl.config.paths import expanded
 from hpcrl.config.schema import Config
+from hpcrl.run.job_config import softmax_vocab_of
 from hpcrl.run.time_budget import check_progress
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
@@ -142,7 +143,8 @@ def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to r
 def warn_of_changes(folder: Path, config: Config) -> None:
     """Log every config value that differs from the run's config.yaml."""
     try:
-        before = flatten(load_config(str(folder / "config.yaml"), (), type(config)).model_dump())
+        then = [f"model.softmax_vocab={softmax_vocab_of(folder)}"]
+        before = flatten(load_config(str(folder / "config.yaml"), then, type(config)).model_dump())
     except ValueError:
         return
     now = flatten(config.model_dump())

@@ -122,6 +122,7 @@ class RolloutWorker(Worker):
         engine: RolloutEngine,
         config: Config,
         prompts: dict[str, PromptDataset],
+        softmax_size: int,
         scorer: ResponseScorer | None = None,
         agent: AgentLoop | None = None,
         pictures: PromptPictures | None = None,
@@ -129,6 +130,7 @@ class RolloutWorker(Worker):
         super().__init__(layout, rank)
         self.engine = engine
         self.prompts = prompts
+        self.softmax_size = softmax_size
         self.scorer = scorer
         self.agent = agent
         self.pictures = pictures
@@ -144,15 +146,17 @@ class RolloutWorker(Worker):
         if world.rank not in layout:
             return None
         scorer = _response_scorer(team) if team.inputs.is_scored and world.rank in layout.leaders else None
-        engine = make_engine(team.groups[role], team.inputs.shape, config, ranks_on_node=world.local_size)
+        shape = team.inputs.shape
+        engine = make_engine(team.groups[role], shape, config, ranks_on_node=world.local_size)
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
         pictures = None
-        if isinstance(engine, NativeEngine) and (shape := team.inputs.shape).vision is not None:
+        if isinstance(engine, NativeEngine) and shape.vision is not None:
             cache, images = int(config.model.vision.cache_gib * 2**30), team.inputs.images
             assert images is not None
             loaders = team.image_loaders(team.inputs.prompts)
             pictures = PromptPictures(engine, shape, images, cache, loaders, is_leader=world.rank in layout.leaders)
-        return cls(layout, world.rank, engine, config, team.inputs.prompts, scorer, agent, pictures)
+        prompts = team.inputs.prompts
+        return cls(layout, world.rank, engine, config, prompts, shape.softmax_size, scorer, agent, pictures)
 
     @register(Dispatch.ONE_TO_ALL)
     def keep_responses(self, origin: str, recalled_version: int | None) -> None:
@@ -353,6 +357,12 @@ class RolloutWorker(Worker):
                     f"{folder}: recorded sample {uid} is {found} in data.train_files; "
                     "replay with the data files and the filter of the recording"
                 )
+        largest = tokens["input_ids"][0].max(initial=0)
+        if largest >= self.softmax_size:
+            raise InputError(
+                f"{folder}: the recording has the token id {largest}, and the vocabulary ends at "
+                f"{self.softmax_size - 1}; replay with model.softmax_vocab=config, or with the model of the recording"
+            )
         columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
         work: dict[str, np.ndarray] = {}
         if self.pictures is not None:

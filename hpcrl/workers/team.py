@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.roles import JUDGE, REWARD, RoleSpec
-from hpcrl.config.schema import Config, DataConfig
+from hpcrl.config.schema import Config, DataConfig, ModelConfig
 from hpcrl.controller.register import Worker
 from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.image_loader import Dataset, ImageLoader
 from hpcrl.data.judge_prompts import JudgePrompts
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sft import SftDataset
-from hpcrl.data.tokenizer import load_tokenizer
+from hpcrl.data.tokenizer import has_tokenizer, load_tokenizer, token_ids
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import check_longest
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.data.images import ImageProcessor
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -150,7 +153,7 @@ def read_generation_inputs(config: Config, split: str, world: World, *, scored: 
 
 def judge_shape(config: Config, prompts: JudgePrompts) -> ModelShape:
     """The judge's architecture. Raises InputError if its context is too short."""
-    cfg, shape = config.reward.judge, shape_of(JUDGE.architecture(config), len(prompts.tokenizer))
+    cfg, shape = config.reward.judge, shape_with(prompts.tokenizer, JUDGE.architecture(config))
     longest = cfg.max_prompt_length + cfg.max_response_length
     shape.check_longest(longest, "reward.judge.max_prompt_length + max_response_length", "the judge")
     return shape
@@ -189,10 +192,34 @@ def read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
     if named is None:
         raise InputError("model.tokenizer and model.path are null; name a tokenizer directory")
     tokenizer = load_tokenizer(named)
-    shape = shape_of(config.model, len(tokenizer))
+    shape = shape_with(tokenizer, config.model)
     check_longest(shape, config, "model")
     check_experts(shape, config)
     return tokenizer, shape
+
+
+def shape_with(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> ModelShape:
+    """The shape of a model with its tokenizer. Logs a difference of their vocabularies."""
+    ids = token_ids(tokenizer)
+    size = max(ids) + 1
+    shape = shape_of(model, size)
+    if size < shape.vocab_size:
+        log.info(
+            "vocabulary: %d tokens of the tokenizer, %d rows in the model; the other %d %s",
+            *(size, shape.vocab_size, shape.vocab_size - size),
+            "are never drawn" if model.softmax_vocab == "tokenizer" else "can be drawn (model.softmax_vocab=config)",
+        )
+    if len(ids) < size:
+        log.warning(
+            "vocabulary: %d ids below %d, the largest of the tokenizer, have no token, and they can be drawn",
+            *(size - len(ids), size - 1),
+        )
+    return shape
+
+
+def shape_beside(model: ModelConfig, policy: ModelShape) -> ModelShape:
+    """The shape of a model that reads the policy's tokens."""
+    return replace(shape_of(model, policy.vocab_size), tokenizer_size=policy.tokenizer_size)
 
 
 def image_processor(config: Config, shape: ModelShape) -> ImageProcessor | None:
@@ -221,7 +248,7 @@ def check_experts(shape: ModelShape, config: Config) -> None:
 
 def reward_shape(config: Config, policy: ModelShape) -> ModelShape:
     """The reward model's architecture: its own, or the policy's."""
-    shape = shape_of(REWARD.architecture(config), policy.vocab_size)
+    shape = shape_beside(REWARD.architecture(config), policy)
     check_longest(shape, config, REWARD.path)
     return shape
 
@@ -229,10 +256,10 @@ def reward_shape(config: Config, policy: ModelShape) -> ModelShape:
 def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
     """The teacher's architecture: its own, or the policy's. Both must have the same vocabulary."""
     loss, own = config.distillation.distillation_loss, config.teacher.model
-    if loss.loss_mode == "forward_kl_topk" and loss.topk > policy.vocab_size:
+    if loss.loss_mode == "forward_kl_topk" and loss.topk > policy.softmax_size:
         raise InputError(
-            f"distillation.distillation_loss.topk={loss.topk} exceeds the vocabulary of {policy.vocab_size} tokens; "
-            f"use {policy.vocab_size} or less"
+            f"distillation.distillation_loss.topk={loss.topk} exceeds the vocabulary of {policy.softmax_size} tokens; "
+            f"use {policy.softmax_size} or less"
         )
     if own is None:
         return policy
@@ -246,7 +273,7 @@ def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
             f"teacher.model.vocab_size={own.vocab_size}, and the policy's vocabulary has {policy.vocab_size} tokens; "
             "a teacher must have the same: leave it null"
         )
-    shape = shape_of(own, policy.vocab_size)
+    shape = shape_beside(own, policy)
     if shape.vocab_size != policy.vocab_size:
         raise InputError(
             f"teacher.model.path={own.path} has {shape.vocab_size} tokens, and the policy's vocabulary "
@@ -256,9 +283,12 @@ def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
     return shape
 
 
-def policy_shape(config: Config) -> ModelShape:
-    """The policy's shape, for jobs without prompts. The tokenizer is only read if nothing else defines the vocabulary's
-    size."""
+def policy_shape(config: Config, *, is_run: bool) -> ModelShape:
+    """The policy's shape, for jobs without prompts. The tokenizer is read if it defines the number of weights, or if
+    the model is run and it says which ids have a probability."""
     model = config.model
-    counts = model.path is None and model.vocab_size is None and model.tokenizer is not None
-    return shape_of(model, len(load_tokenizer(model.tokenizer or "")) if counts else 0)
+    counts = model.path is None and model.vocab_size is None
+    named = model.tokenizer or (model.path if model.path is not None and has_tokenizer(model.path) else None)
+    if named is not None and (counts or (is_run and model.softmax_vocab == "tokenizer")):
+        return shape_with(load_tokenizer(named), model)
+    return shape_of(model, 0)

@@ -89,6 +89,7 @@ class Lab:
             "model": {
                 "tokenizer": str(ROOT / "configs" / "tokenizer"),
                 "vocab_size": 60,  # more than the tokenizer's 25 ids: with tp 2 each rank has columns that are drawn
+                "softmax_vocab": "config",
                 "num_layers": 2,
                 "hidden_size": 64,
                 "ffn_hidden_size": 96,

@@ -73,6 +73,15 @@ def expected() -> list[Completion]:
     return completions
 
 
+def test_ids_without_a_token_are_never_drawn(device: torch.device) -> None:
+    requests = [Request(np.array([1, 2, number]), str(number)) for number in range(15)]
+    for decoding in (device, CPU):
+        engine = make_engine(decoding, replace(SHAPE, tokenizer_size=15))
+        for sampling in ({}, {"top_k": 10}, {"top_p": 0.9}, {"temperature": 0.0}):
+            found = engine.generate(requests, replace(SAMPLING, **sampling), seed=1, step=2)
+            assert max(completion.token_ids.max() for completion in found) == 14
+
+
 def test_preempted_sequences_draw_the_same(
     device: torch.device, expected: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ def test_a_run_says_what_it_will_write_and_keeps_three_checkpoints_for_its_group
         f"step_{step:08d}" for step in range(STEPS - 2, STEPS + 1)
     ]
     log = log_of(tmp_path)
-    assert len(re.findall("removing .*step_00000001 .*trainer.max_ckpt_to_keep=3 keeps the newest", log)) == 1
+    assert len(re.findall("removing .*step_00000001: trainer.max_ckpt_to_keep=3 keeps the newest", log)) == 1
     assert log.count("removing ") == 1
     found = re.search(r"disk: ([\d.]+) MB per save, at most ([\d.]+) MB in 4 checkpoints, trainer.max_ckpt", log)
     assert found is not None, log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +23,29 @@ from hpcrl.runtime.exits import InputError
 if TYPE_CHECKING:
     from hpcrl.config.schema import ModelConfig
 
+# Fields of a shape in which a directory's model may differ: its weights mean the same
+NOT_WEIGHTS = ("max_position_embeddings", "window", "init_std", "family", "tokenizer_size")
+
 
 def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
     """Return the shape described by a section `model:`, from its Hugging Face directory if it names one.
 
-    `num_tokens`: the tokenizer's. Raises InputError also if the directory's files do not fit the shape.
+    `num_tokens`: ids of the tokenizer; 0: not known. Raises InputError also if the directory's files do not fit the
+    shape.
     """
     if model.path is None:
-        return with_training(shape_from_yaml(model, num_tokens), model)
-    folder = Path(model.path)
-    shape = read_shape(folder)
-    if shape.vocab_size < num_tokens:
-        raise InputError(
-            f"{folder / CONFIG}: vocab_size={shape.vocab_size} is below the tokenizer's {num_tokens}; use the "
-            "tokenizer of this model"
-        )
-    Safetensors(folder).check(shape)
+        shape = shape_from_yaml(model, num_tokens)
+    else:
+        folder = Path(model.path)
+        shape = read_shape(folder)
+        if shape.vocab_size < num_tokens:
+            raise InputError(
+                f"{folder / CONFIG}: vocab_size={shape.vocab_size} is below the tokenizer's {num_tokens}; use the "
+                "tokenizer of this model"
+            )
+        Safetensors(folder).check(shape)
+    if model.softmax_vocab == "tokenizer" and num_tokens:
+        shape = replace(shape, tokenizer_size=num_tokens)
     return with_training(shape, model)
 
 
@@ -47,8 +54,7 @@ def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
     found = read_shape(folder)
     for field in fields(ModelShape):
         found_value, expected = getattr(found, field.name), getattr(shape, field.name)
-        compared = field.name not in ("max_position_embeddings", "window", "init_std", "family")
-        if compared and found_value != expected:
+        if field.name not in NOT_WEIGHTS and found_value != expected:
             raise InputError(
                 f"{folder / CONFIG} describes another model: {field.name} is {found_value}, expected {expected}"
             )

@@ -154,7 +154,7 @@ class Decoder:
     """The model's forward pass. `weights` maps global parameter names to this rank's shards."""
 
     def __init__(self, shape: ModelShape, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
-        self.vocab_size = shape.vocab_size
+        self.vocab_size = shape.softmax_size
         self._shape = shape
         self.tp = tp
         self._linear: Callable[[Tensor, Tensor], Tensor] = exact_linear if tp.exact else linear
