@@ -123,7 +123,7 @@ def read_sequences(path: Path, vocab_size: int, longest: int) -> list[np.ndarray
                 f'{path}, line {number}: expected {{"tokens": [ids]}} with an id at least, found {line[:80]}'
             )
         if tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise InputError(f"{path}, line {number}: the model has token ids 0 to {vocab_size - 1}, found others")
+            raise InputError(f"{path}, line {number}: the vocabulary has ids 0 to {vocab_size - 1}, found others")
         if len(tokens) > longest:
             raise InputError(f"{path}, line {number}: {len(tokens)} tokens, more than the model's {longest}")
         found.append(tokens.astype(np.int32))

@@ -20,7 +20,7 @@ from tests.mpi.lab import Lab, metrics, on
 from tests.mpi.layouts import SGD, SHAPE, assert_slices, gradients, make_batch, part_of, policy_loss, role_groups
 from tests.mpi.pairs import Pair
 
-pytestmark = pytest.mark.ci_world(1, 2)
+pytestmark = pytest.mark.ci_world(2)
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
@@ -35,6 +35,11 @@ SAMPLINGS = {
     "top_k": SamplingParams(12, **SAMPLING, top_k=30),
     "top_p": SamplingParams(12, **SAMPLING, top_p=0.9),
     "greedy": SamplingParams(12, ignore_eos=True, temperature=0.0),
+}
+GRPO: dict[str, dict[str, Any]] = {
+    "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+    "actor": {"use_kl_loss": False},
+    "trainer": {"total_training_steps": 1},
 }
 
 
@@ -109,13 +114,12 @@ def test_rows_without_a_token_change_nothing_and_get_no_gradient(
     assert_slices(engine, mine, whole)
 
 
-@pytest.mark.ci_world(2)
 def test_a_job_draws_the_tokenizers_ids_or_all(world: World, lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     layout = on(world.size, tp=world.size)
     for chosen, most in (("tokenizer", 25), ("config", 60)):
         caplog.clear()
         with caplog.at_level(logging.INFO, "hpcrl"):
-            run = lab.run(f"{chosen}_{world.size}", layout, model={"softmax_vocab": chosen})
+            run = lab.run(f"vocabulary_{chosen}", layout, model={"softmax_vocab": chosen}, **GRPO)
         line = "vocabulary: 25 tokens of the tokenizer, 60 rows in the model; the other 35 "
         assert [record.message.startswith(line) for record in caplog.records].count(True) == 1
         if world.rank == 0:
