@@ -93,7 +93,9 @@ def start_mpi() -> MPI.Intracomm:
 
         faulthandler.cancel_dump_traceback_later()
     except (ImportError, RuntimeError) as error:
-        raise InputError(f"cannot load MPI: {error}; `pip install mpi4py mpich`, then `hpcrl check`") from error
+        raise InputError(
+            f"cannot load MPI: {error}; `pip install 'hpcrl[cpu]'` brings MPICH; then `hpcrl check`"
+        ) from error
 
     problem = split_world(launched, MPI.COMM_WORLD.size, MPI.Get_library_version())
     if problem:
