@@ -107,6 +107,8 @@ def run_spmd(
         gc.enable()
         code = max(world.all_gather_object(main(world, config)))
         status.role, status.phase = None, "end"
+        if stop is not None:
+            stop.main_thread_ends()
     except BaseException as error:
         if stop is not None:
             stop.main_thread_ends()

@@ -85,7 +85,7 @@ class StopRequests:
             self._store.set(SAVES_KEY, "")
 
     def main_thread_ends(self) -> None:
-        """The main thread ends the job: Ctrl-C has nothing more to end."""
+        """The main thread ends the job, with or without an error: ignore Ctrl-C from now on."""
         self._ends.set()
 
     def found(self) -> str | None:
@@ -106,7 +106,9 @@ class StopRequests:
                     self._publish()
 
     def _is_request(self) -> bool:
-        """Whether this Ctrl-C asks to save and stop. Otherwise it ends the job, or is the same press as the first."""
+        """Whether this Ctrl-C asks to save and stop. Otherwise it ends the job, or has no effect."""
+        if self._ends.is_set():
+            return False
         now = time.monotonic()
         if self._interrupted_at is None and self._saves():
             self._interrupted_at = now
