@@ -74,6 +74,10 @@ _MODULES = {
 __all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     module = next((module for module, names in _MODULES.items() if name in names), None)
     if module is None:

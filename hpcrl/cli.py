@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import hpcrl
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hpcrl.config.derive import JobDescription, RoleLayouts
     from hpcrl.config.schema import Config
     from hpcrl.run.job import Job
+    from hpcrl.runtime.stop_requests import StopRequests
     from hpcrl.runtime.world import World
 
 JOBS_FOLDER = Path(__file__).parent / "jobs"
@@ -31,7 +33,12 @@ RUN_USAGE = "hpcrl run [JOB.py] CONFIG [key=value ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with exits.one_line_if_interrupted(), exits.quiet_if_reader_leaves():
+        dispatch(list(sys.argv[1:] if argv is None else argv))
+    sys.exit(exits.DONE)  # the reader has left
+
+
+def dispatch(arguments: list[str]) -> NoReturn:
     if "_ARGCOMPLETE" in os.environ:
         complete()
     if not arguments:
@@ -39,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     name, *rest = arguments
     if name in ("-h", "--help", "help"):
         print(help_text())
-        sys.exit(0)
+        sys.exit(exits.DONE)
+    if name == "--version":
+        print(f"hpcrl {hpcrl.__version__}")
+        sys.exit(exits.DONE)
     if name in TOOLS:
         TOOLS[name][0](rest)
     elif name in job_names():
@@ -67,7 +77,7 @@ def help_text() -> str:
     width = max(map(len, lines))
     listed = "\n".join(f"  {name:<{width}}  {text}" for name, text in lines.items())
     return (
-        f"usage: hpcrl COMMAND ...\n\n{listed}\n\n"
+        f"usage: hpcrl COMMAND ...\n       hpcrl --version\n\n{listed}\n\n"
         "`hpcrl COMMAND --help` prints its arguments. CONFIG is a YAML file; key=value overrides one of its keys, as\n"
         "in actor.optim.lr=2e-6. Run a job on several ranks with mpiexec -n N python -m hpcrl ..., or with srun.\n"
         'Completion in bash: eval "$(register-python-argcomplete hpcrl)".'
@@ -132,11 +142,10 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
 
     if dry_run.requested(os.environ):
         dry_run.main(arguments, lambda: load_job(name))
-    from hpcrl.runtime.store import block_signals
+    from hpcrl.runtime.stop_requests import StopRequests
 
+    stop = StopRequests()  # before anything that starts threads is imported
     is_file = name.endswith(".py")
-    if is_file:
-        block_signals()  # its threads must inherit the mask, and the file may import torch
     try:
         job = load_job(name)
     except InputError as error:
@@ -147,11 +156,13 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
     config = getattr(parsed, "config", "")
     if "=" in config and not Path(config).exists():
         parser.error(f"found the override {config!r} in place of a YAML file")
-    run_on_ranks(job, parsed)
+    if not job.handles_signals:
+        stop.restore_signals()
+    run_on_ranks(job, parsed, stop if job.handles_signals else None)
 
 
-def run_on_ranks(job: type[Job], parsed: argparse.Namespace) -> NoReturn:
-    """Run a job whose command line is parsed."""
+def run_on_ranks(job: type[Job], parsed: argparse.Namespace, stop: StopRequests | None = None) -> NoReturn:
+    """Run a job whose command line is parsed. stop: of one that handles signals."""
     from hpcrl.runtime.job import run_spmd
 
     job.schema()
@@ -166,7 +177,7 @@ def run_on_ranks(job: type[Job], parsed: argparse.Namespace) -> NoReturn:
     run_spmd(
         lambda: job.load(parsed),
         on_every_rank,
-        handles_signals=job.handles_signals,
+        stop=stop,
         memory_advice=partial(memory_advice, job),
     )
 

@@ -23,9 +23,7 @@ hpcrl_fail() { # what an input error is in the program: one line, exit code 2
 
 # hpcrl_start: everything before the first srun
 hpcrl_start() {
-    # Slurm ends a slice with TERM; bash waits for srun with a handler, and without one it ends before the code is there.
-    # Not '': what a shell ignores, its children ignore as well.
-    trap hpcrl_ends=1 TERM
+    hpcrl_trap
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # compute nodes have no internet; a hub's time-outs cost minutes
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun takes it only from here
     unset SLURM_EXPORT_ENV # of `sbatch --export=NONE`: srun would keep what is exported here from the ranks
@@ -40,6 +38,14 @@ hpcrl_start() {
         "interface ${NCCL_SOCKET_IFNAME:-default}, end ${HPCRL_END_TIME:-open}"
 }
 
+# hpcrl_trap: Slurm ends a slice with TERM, a person one in an allocation of salloc with Ctrl-C; srun has the ranks save.
+# bash waits for srun with a handler, and without one it ends before the code is there. Not '': what a shell ignores, its
+# children ignore as well.
+hpcrl_trap() {
+    trap hpcrl_ends=1 TERM
+    trap 'hpcrl_ends=1 hpcrl_interrupted=1' INT
+}
+
 # hpcrl_srun RUN_DIR ARGUMENTS...: `python -m hpcrl ARGUMENTS...` on all ranks; returns what became of it.
 # Launchers turn codes into 137; the program's own word is <run>/exit.json. One of an earlier slice would be a lie.
 # Sets hpcrl_killed where the program had begun and wrote none: a rank or its node was killed.
@@ -51,7 +57,8 @@ hpcrl_srun() {
     while :; do
         rm -f "$run/exit.json" 2>/dev/null
         before=$(hpcrl_log_of "$run")
-        srun ${hpcrl_mpi:+--mpi="$hpcrl_mpi"} --kill-on-bad-exit=1 --wait=60 --cpu-bind="${HPCRL_CPU_BIND:-cores}" \
+        # --disable-status: else srun answers the first Ctrl-C itself, and passes on none
+        srun ${hpcrl_mpi:+--mpi="$hpcrl_mpi"} --disable-status --kill-on-bad-exit=1 --wait=60 --cpu-bind="${HPCRL_CPU_BIND:-cores}" \
             "${hpcrl_srun_options[@]}" "${hpcrl_python[@]}" -m hpcrl "$@"
         code=$?
         said=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$run/exit.json" 2>/dev/null)
@@ -75,6 +82,10 @@ hpcrl_log_of() { stat -c %y "$1/logs/rank_00000.log" 2>/dev/null; }
 # A run that is killed again and again ends by itself: it counts the slices that saved nothing.
 hpcrl_leave() {
     local code=$1 restarts=${SLURM_RESTART_COUNT:-0} ended=saved job
+    if [[ -n ${hpcrl_interrupted:-} ]]; then
+        [[ $code != 85 ]] || hpcrl_say "saved; start it again to go on"
+        exit "$code"
+    fi
     if [[ $code != 85 ]]; then
         [[ -n ${hpcrl_killed:-} ]] || exit "$code"
         ended="killed (srun's exit code $code)"

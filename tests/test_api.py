@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_names_are_those_of_the_page() -> None:
-    assert all(hasattr(api, name) for name in api.__all__)
+    assert dir(api) == api.__all__ and all(hasattr(api, name) for name in api.__all__)
     page = (ROOT / "docs" / "extending" / "index.md").read_text(encoding="utf-8")
     table = page[page.index("| name of `hpcrl.api`") :]
     assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.M)))) == set(api.__all__)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import hpcrl
 from hpcrl import cli
 from tests.preloaded import RANK
 from tests.runtime.conftest import environment
@@ -89,6 +92,41 @@ def test_help(arguments: list[str], expected: list[str], capsys: pytest.CaptureF
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert all(word in out for word in expected)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    written = re.search(r'version="(.+?)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert written is not None and hpcrl.__version__ == written[1] and "__version__" in dir(hpcrl)
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"hpcrl {written[1]}\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["plan", "configs/grpo_countdown_cpu.yaml"]])
+def test_a_reader_that_has_left_is_no_error(arguments: list[str]) -> None:
+    """As `head` leaves; without a buffer the first line fails, with one the flush at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hpcrl", *arguments]
+    for more in ({}, {"PYTHONUNBUFFERED": "1"}):
+        done = subprocess.run(command, cwd=ROOT, env=environment(**more), stdout=writer, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (0, b"")
+    os.close(writer)
+
+
+def test_ctrl_c_in_a_tool_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setitem(cli.TOOLS, "data", (interrupted, ""))
+    monkeypatch.setattr("os._exit", leave)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["data"])
+    assert caught.value.code == 130
+    assert capfd.readouterr() == ("", "hpcrl: interrupted\n")
 
 
 @pytest.mark.parametrize(

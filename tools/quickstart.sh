@@ -10,14 +10,25 @@ bin=.venv/bin
 started=$SECONDS
 step() { printf '\n== %s\n' "$*"; }
 
+job() { # hpcrl on 4 ranks
+    local code=0
+    $bin/mpiexec -n 4 $bin/python -m hpcrl "$@" || code=$?
+    if ((code == 85)); then
+        printf '\nstopped and saved; start this script again to continue\n'
+    elif ((code != 0)); then
+        printf '\nended with code %s; see docs/faults.md, and start this script again to continue\n' $code
+    fi >&2
+    return $code
+}
+
 step "countdown data"
 [[ -f data/countdown/train.parquet ]] || $bin/python tools/prepare_countdown.py --out data/countdown --files train val sft
 
 step "supervised warm start (4 ranks)"
-$bin/mpiexec -n 4 $bin/python -m hpcrl sft configs/sft_countdown_cpu.yaml
+job sft configs/sft_countdown_cpu.yaml
 
 step "PPO: actor TP2 x DP2, critic PP2 x DP2, rollout 4 x TP1 (4 ranks)"
-$bin/mpiexec -n 4 $bin/python -m hpcrl train configs/ppo_countdown_cpu.yaml "$@"
+job train configs/ppo_countdown_cpu.yaml "$@"
 
 step "results after $((SECONDS - started)) s"
 run=runs/ppo_countdown

@@ -88,6 +88,7 @@ class Run:
         self.profiled = ProfiledSteps(controller, self.folder, trainer.profile_steps, waits=is_sync)
         saved_step = None if start.folder is None else start.step
         self.events = world.events
+        self._stop_requests = world.stop
         self.saver = Saver(
             world.key_value_store, trainer, self.folder / "checkpoints", self.timers, saved_step, self._on_saved
         )
@@ -179,6 +180,8 @@ class Run:
         if self.step < self.last_step and not self.is_complete:
             disk.report(self.job, self.controller, self.folder, self.step, self.last_step)
         self._restore()
+        if self._stop_requests is not None:
+            self._stop_requests.save_on_interrupt()
         self.events.emit("started", self.step, total_steps=self.total_steps)
         try:
             loop(self)
@@ -370,7 +373,7 @@ class Run:
                 self._save()
         code = self._end(REQUEUE)
         if code == REQUEUE:
-            log.info("stopped after step %d; the next slice continues from there", self.step)
+            log.info("stopped after step %d; the next start continues from there", self.step)
         return code
 
     def _end(self, code: int) -> int:

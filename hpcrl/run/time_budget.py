@@ -31,7 +31,7 @@ SLICES_KEPT = 100
 
 
 class StopRequested(Exception):
-    """The run must save and stop before the next phase; the message is the reason. The next slice continues it."""
+    """The run must save and stop before the next phase; the message is the reason. The next start continues it."""
 
 
 @dataclass

@@ -132,7 +132,16 @@ def package(name: str, *, absent: str = "not installed", needed: bool = False) -
     version = version_of(title)
     if version is not None:
         return Finding(title, version)
-    return Finding(title, absent, f"`pip install {title}`" if needed else None)
+    return Finding(title, absent, install_extra() if needed else None)
+
+
+def extra_here() -> str:
+    """The extra of setup.py with what jobs need on this machine."""
+    return "gpu" if gpus.driver_cuda_version() is not None else "cpu"
+
+
+def install_extra() -> str:
+    return f"`pip install 'hpcrl[{extra_here()}]'`"
 
 
 def attempt(name: str, load: Callable[[str], object] = importlib.import_module) -> Exception | None:
@@ -151,8 +160,10 @@ def attempt(name: str, load: Callable[[str], object] = importlib.import_module) 
 
 def torch() -> Finding:
     error = attempt("torch")
+    version = version_of("torch")
     if error is not None:
-        return Finding("torch", version_of("torch") or "not installed", f"cannot be imported: {exits.summary(error)}")
+        why = f"cannot be imported: {exits.summary(error)}" if version else install_extra()
+        return Finding("torch", version or "not installed", why)
     return Finding("torch", sys.modules["torch"].__version__)
 
 
@@ -204,7 +215,7 @@ def transformer_engine() -> Finding:
 def megatron_core() -> Finding:
     version = version_of("megatron-core")
     if version is None:
-        return Finding("megatron-core", "not installed", "`pip install megatron-core`")
+        return Finding("megatron-core", "not installed", install_extra())
     error = attempt("megatron.core", _as_a_job_does)
     if error is None:
         return Finding("megatron-core", version)
@@ -234,24 +245,32 @@ def apex() -> Finding:
 
 
 def requirements() -> Finding:
-    """The requirements in hpcrl's own metadata."""
+    """The requirements in hpcrl's own metadata, and which of its extras are installed."""
     from packaging.requirements import Requirement
 
     try:
         asked = [Requirement(text) for text in metadata.requires("hpcrl") or []]
     except metadata.PackageNotFoundError:
         return Finding("hpcrl", "not installed", "runs from its source folder only; `pip install -e .`", needed=False)
+
+    def of(extra: str) -> list[Requirement]:
+        """Requirements of an extra, with those of every installation."""
+        return [one for one in asked if one.marker is None or one.marker.evaluate({"extra": extra})]
+
+    def missing(extra: str) -> list[str]:
+        return [one.name for one in of(extra) if version_of(one.name) is None]
+
     wrong = []
-    for requirement in asked:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
+    for requirement in of(""):
         version = version_of(requirement.name)
-        if version is None:
-            wrong.append(f"{requirement.name} is not installed")
-        elif not requirement.specifier.contains(version, prereleases=True):
+        if version is not None and not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} found, {requirement.specifier} expected")
-    found = f"{version_of('hpcrl')}, {len(asked)} requirements"
-    return Finding("hpcrl", found, "; ".join(wrong) + "; `pip install -e .` again" if wrong else None)
+    here = extra_here()
+    if absent := [name for name in missing(here) if name != "mpich"]:  # the site may have another MPI library
+        wrong.append(f"not installed: {', '.join(absent)}")
+    extras = [extra for extra in metadata.metadata("hpcrl").get_all("Provides-Extra") or [] if not missing(extra)]
+    found = f"{version_of('hpcrl')}, extras: {', '.join(extras) or 'none'}"
+    return Finding("hpcrl", found, f"{'; '.join(wrong)}; {install_extra()}" if wrong else None)
 
 
 def sandbox() -> Finding:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from hpcrl.sandbox.process_tree import STEP_SIGNALS
+from hpcrl.sandbox.process_tree import STOP_SIGNALS
 
 LOG, RECORD = "logs/events.log", "logs/events.jsonl"  # output of the commands; a line for each that has run
 COMMAND_SECONDS = 60.0  # for a command; then it is killed
@@ -55,7 +55,7 @@ class Running(NamedTuple):
 
 def serve(events: Connection, results: Connection, settings: Settings) -> NoReturn:
     """Run the commands until the run has ended. In a child of the fork server."""
-    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STEP_SIGNALS):
+    for signum in (signal.SIGHUP, signal.SIGQUIT, *STOP_SIGNALS):
         signal.signal(signum, signal.SIG_IGN)  # the commands inherit it
     os.setsid()
     log = open(Path(settings.folder) / LOG, "ab", buffering=0)

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from hpcrl.runtime.launcher import is_first_launched
+from hpcrl.runtime.launcher import is_first_launched, launched_rank
+from hpcrl.sandbox import fork_server
 
 DONE = 0
 OTHER = 1
@@ -22,6 +23,8 @@ REQUEUE = 85
 HANG = 86
 CHECKSUM = 87
 INTERRUPTED = 130
+
+SECONDS_TO_REPORT = 1.0  # launchers drop output that is still in their pipes when the first rank exits
 
 
 class InputError(Exception):
@@ -65,13 +68,31 @@ def one_line_for_user_errors() -> Iterator[None]:
 
 
 @contextmanager
+def one_line_if_interrupted() -> Iterator[None]:
+    """End the process with one line at Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        exit_with_line("hpcrl: interrupted", INTERRUPTED)
+
+
+@contextmanager
 def quiet_if_reader_leaves() -> Iterator[None]:
     """End the output without an error when its reader, such as `head`, has closed the pipe."""
     try:
         yield
     except BrokenPipeError:
-        # The interpreter must not flush into the pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        pass
+    finally:
+        try:
+            print(end="", flush=True)  # here, because the interpreter's own flush at exit would show the error
+        except BrokenPipeError:
+            drop_output()
+
+
+def drop_output() -> None:
+    """Drop what is printed from now on, and what stdout still holds."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_code(error: BaseException) -> int:
@@ -151,10 +172,27 @@ def wait_before_kill() -> None:
         _before_kill.pop()()
 
 
+def leave(code: int, *, has_reported: bool) -> NoReturn:
+    """Exit without MPI, because the main thread may be in it. The launcher kills ranks that cannot exit.
+
+    has_reported: whether this is the rank that has printed the reason; the others wait longer.
+    """
+    if launched_rank(os.environ) is not None:
+        time.sleep(SECONDS_TO_REPORT if has_reported else 2 * SECONDS_TO_REPORT)
+    wait_before_kill()
+    fork_server.remove_files()
+    os._exit(code)
+
+
 def exit_with_error(error: BaseException) -> NoReturn:
-    """End a process that has not started MPI: the first one prints one line, all exit with code 2."""
+    """End a process that has not started MPI with one line and code 2."""
+    exit_with_line(one_line(error), BAD_INPUT)
+
+
+def exit_with_line(line: str, code: int) -> NoReturn:
+    """End a process that has not started MPI: the first one prints the line, all exit with this code."""
     if is_first_launched(os.environ):
-        print(one_line(error), file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
     else:
         time.sleep(0.5)  # a launcher may kill the first process as soon as another one has exited
-    os._exit(BAD_INPUT)
+    os._exit(code)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 from hpcrl.runtime import exits, rank_status, watchdog
 from hpcrl.runtime.events import prepare as prepare_events
@@ -20,7 +20,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import end_of_allocation, is_first_launched
 from hpcrl.runtime.mpi import broadcast_object, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
-from hpcrl.runtime.store import StopRequests, block_signals
+from hpcrl.runtime.stop_requests import StopRequests
 from hpcrl.runtime.world import (
     World,
     abort,
@@ -47,7 +47,7 @@ def run_spmd(
     load: Callable[[], C],
     main: Callable[[World, C], int],
     *,
-    handles_signals: bool = False,
+    stop: StopRequests | None = None,
     memory_advice: Advice[C] | None = None,
 ) -> NoReturn:
     """Run a job on every rank that the launcher started, and end the process with the job's exit code.
@@ -56,21 +56,19 @@ def run_spmd(
         load: makes the configuration. Runs on rank 0 only, so that a template is read, and an error in it is reported,
             once.
         main: the job on every rank; returns the exit code. The highest code of all ranks counts.
-        handles_signals: `main` polls `world.stop` and ends when a signal has arrived. Otherwise SIGTERM and SIGUSR1
-            kill. The commands of `job.on_event` are for such jobs.
+        stop: for a job whose `main` polls `world.stop` and ends when a signal has arrived. Otherwise SIGTERM and
+            SIGUSR1 kill. The commands of `job.on_event` are for such jobs.
         memory_advice: returns what to add to the error of a rank whose GPU is out of memory.
 
     A user error that all ranks raise ends the job with exit code 2. Any other exception ends it by MPI_Abort, with the
     rank, its role and phase (`world.status`) and the traceback on the terminal and in exit.json.
     """
     gc.disable()  # importing torch and megatron-core leaves no garbage, and collections take a fifth of its time
-    if handles_signals:
-        block_signals()
     ends_at = end_of_allocation(os.environ) if is_first_launched(os.environ) else None
     os.umask(PRIVATE)  # a run directory holds data and weights; child processes inherit the mask
     fork_server.start()
-    if handles_signals:
-        block_signals()  # again: multiprocessing unblocks SIGTERM
+    if stop is not None:
+        stop.block_signals()  # again: multiprocessing unblocks SIGTERM and SIGINT
     try:
         comm = start_mpi()
     except InputError as error:
@@ -80,9 +78,11 @@ def run_spmd(
     try:
         config = load_once(comm, load)
         run_dir = run_directory(config)
+        if stop is not None:
+            stop.enter_run(comm.rank, run_dir)
         start_logging(run_dir, comm.rank)
         set_deterministic_libraries(config.run.full_determinism)
-        commands = getattr(getattr(config, "job", None), "on_event", ()) if handles_signals else ()
+        commands = getattr(getattr(config, "job", None), "on_event", ()) if stop is not None else ()
         events = prepare_events(run_dir, comm.rank, commands)
         watchdog.start(run_dir, comm.rank, comm.size, status, config.run.watchdog)
         world = start_torch(
@@ -92,7 +92,7 @@ def run_spmd(
             needs_bfloat16="bfloat16" in getattr(config, "dtypes", ()),
             cpu_bind=config.run.cpu_bind,
             nccl_timeout=config.run.nccl_timeout,
-            stop=StopRequests(comm.rank) if handles_signals else None,
+            stop=stop,
             ends_at=broadcast_object(comm, ends_at),
             status=status,
         )
@@ -108,7 +108,11 @@ def run_spmd(
         gc.enable()
         code = max(world.all_gather_object(main(world, config)))
         status.role, status.phase = None, "end"
+        if stop is not None:
+            stop.main_thread_ends()
     except BaseException as error:
+        if stop is not None:
+            stop.main_thread_ends()
         if getattr(error, "everywhere", False):
             finish_with_error(error, comm.rank, run_dir)
         if run_dir is not None and "torch" in sys.modules:
@@ -186,6 +190,16 @@ def make_run_directory(path: Path) -> None:
         raise InputError(why) from error
 
 
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Prints to stdout. When its reader, such as `tee`, has ended, the job continues without."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            exits.drop_output()
+        else:
+            super().handleError(record)
+
+
 class TerminalFormatter(logging.Formatter):
     """`12:30:05 message`, with the level before the message unless it is INFO."""
 
@@ -204,7 +218,7 @@ def start_logging(run_dir: str | os.PathLike[str], rank: int) -> None:
     logging.root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     if rank == 0:
-        terminal = logging.StreamHandler(sys.stdout)
+        terminal = TerminalHandler(sys.stdout)
         terminal.setFormatter(TerminalFormatter())
         logging.getLogger("hpcrl").addHandler(terminal)
     faulthandler.enable()  # a crash in a library shows its Python stack on stderr

@@ -1,17 +1,12 @@
-"""The c10d store on rank 0: its address, strings that any thread may read and write, and stop requests.
+"""The c10d store on rank 0: its address, and strings that any thread may read and write.
 
 MPI is called from the main thread only, so other threads communicate through the store.
-
-A Python signal handler runs only when the main thread returns from MPI, which may take forever, and must not call MPI.
-So signals are blocked, a thread waits for them and reports them through the store, and rank 0 polls between phases.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import resource
-import signal
 import socket
 import threading
 from collections.abc import Iterable
@@ -20,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import broadcast_object
-from hpcrl.sandbox.process_tree import STEP_SIGNALS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -117,46 +111,3 @@ def interface_address(destination: str) -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
-
-
-KEY = "stop"
-
-
-def block_signals() -> None:
-    """Block a batch system's signals. Call it in the main thread before others start, because they inherit the mask."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
-
-
-class StopRequests:
-    """Receives this rank's signals and reports them to rank 0. Call `block_signals` before."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._lock = threading.Lock()
-        self._store: KeyValueStore | None = None
-        self._received: str | None = None  # this rank's first signal
-        threading.Thread(target=self._wait_for_signals, name="signals", daemon=True).start()
-
-    def connect(self, store: KeyValueStore) -> None:
-        """Report signals to rank 0 through `store` from now on, including one that has arrived already."""
-        with self._lock:
-            self._store = store
-            self._publish()
-
-    def found(self) -> str | None:
-        """On rank 0: "SIGTERM on rank 3 (n1)" once a signal has arrived on any rank, otherwise None. Does not wait."""
-        with self._lock:
-            return self._received if self._received is not None or self._store is None else self._store.get(KEY)
-
-    def _wait_for_signals(self) -> None:
-        while True:
-            name = signal.Signals(signal.sigwait(STEP_SIGNALS)).name
-            with self._lock:
-                self._received = self._received or f"{name} on rank {self._rank} ({socket.gethostname()})"
-                self._publish()
-
-    def _publish(self) -> None:
-        if self._store is None or self._received is None:
-            return
-        with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the job ends with it
-            self._store.set(KEY, self._received)

@@ -20,7 +20,6 @@ from hpcrl.runtime import exits, rank_status
 from hpcrl.runtime.launcher import format_spans, node_name
 from hpcrl.runtime.mpi import wait_time
 from hpcrl.runtime.rank_status import Heartbeat, Peers, PeerStatus, RankStatus
-from hpcrl.sandbox import fork_server
 
 LONGEST_STACKS = 20_000  # characters of one rank's stack traces in the report
 
@@ -199,7 +198,6 @@ EARLY = 4  # a rank reads the others' heartbeats from min_seconds / EARLY on, be
 COLLECTING, WRITTEN = 1, 2  # Heartbeat.report_state
 REPORT_TIMEOUT = 60.0  # seconds that a rank waits for the leader's report
 POLL = 0.1  # seconds
-SECONDS_TO_REPORT = 1.0  # launchers drop output that is still in their pipes when the first rank exits
 
 
 def start(run_dir: Path, rank: int, size: int, status: RankStatus, limits: Any) -> None:
@@ -360,7 +358,7 @@ class Watchdog:
             return
         log.error("no rank made progress for %.0f s; collecting stack traces", min(peer.silent_s for peer in ranks))
         self._dump(COLLECTING)
-        give_up = time.monotonic() + STALE_BEATS * self._interval + SECONDS_TO_REPORT
+        give_up = time.monotonic() + STALE_BEATS * self._interval + exits.SECONDS_TO_REPORT
         while time.monotonic() < give_up and not all(p.is_stale or _has_dumped(p) for p in self._all_ranks()):
             time.sleep(POLL)
             self.publish()
@@ -376,7 +374,7 @@ class Watchdog:
         while time.monotonic() < give_up:
             heartbeat = rank_status.read_heartbeat(self._folder, leader)
             if heartbeat is not None and heartbeat.report_state == WRITTEN:
-                _exit(2 * SECONDS_TO_REPORT)
+                exits.leave(exits.HANG, has_reported=False)
             if heartbeat is not None and not heartbeat.report_state:
                 break
             time.sleep(POLL)
@@ -411,7 +409,7 @@ class Watchdog:
         os.write(2, f"hpcrl: hang: {diagnosis.sentence}; see {target}\n".encode(errors="replace"))
         self._report_state = WRITTEN
         self.publish()
-        _exit(SECONDS_TO_REPORT)
+        exits.leave(exits.HANG, has_reported=True)
 
 
 def _text_of(path: Path) -> str:
@@ -424,11 +422,3 @@ def _text_of(path: Path) -> str:
 
 def _has_dumped(peer: PeerStatus) -> bool:
     return peer.heartbeat is not None and peer.heartbeat.has_dumped
-
-
-def _exit(seconds: float) -> NoReturn:
-    """Exit without MPI, because the main thread may be in it. The launcher kills ranks that cannot exit."""
-    time.sleep(seconds)
-    exits.wait_before_kill()
-    fork_server.remove_files()
-    os._exit(exits.HANG)

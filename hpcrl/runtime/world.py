@@ -25,7 +25,8 @@ from hpcrl.runtime.gpus import rank_threads, select_device
 from hpcrl.runtime.launcher import format_spans, on_one_node, slurm_pmi1, split_world
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, duplicate, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
-from hpcrl.runtime.store import KeyValueStore, StopRequests, connect_store, open_store
+from hpcrl.runtime.stop_requests import StopRequests
+from hpcrl.runtime.store import KeyValueStore, connect_store, open_store
 from hpcrl.sandbox import fork_server
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _to_close: list[Callable[[], None]] = []
-SECONDS_TO_REPORT = 1.0  # launchers drop output that is still in their pipes when MPI_Abort is called
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def start_mpi() -> MPI.Intracomm:
 
         faulthandler.cancel_dump_traceback_later()
     except (ImportError, RuntimeError) as error:
-        raise InputError(f"cannot load MPI: {error}; `pip install mpi4py mpich`, then `hpcrl check`") from error
+        raise InputError(
+            f"cannot load MPI: {error}; `pip install 'hpcrl[cpu]'` brings MPICH; then `hpcrl check`"
+        ) from error
 
     problem = split_world(launched, MPI.COMM_WORLD.size, MPI.Get_library_version())
     if problem:
@@ -304,6 +306,8 @@ def abort(
     code = exits.exit_code(error)
     stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     first = exits.write_exit(run_dir, code, rank, role, phase, exits.summary(error))
+    if code == exits.INTERRUPTED and run_dir is None:
+        first = rank == 0  # Ctrl-C ends all ranks
     if logging.root.handlers:  # the rank's log file; without a handler logging would print to stderr
         logging.root.error("rank %d ends the job\n%s", rank, stack.rstrip())
     if first:
@@ -319,7 +323,7 @@ def abort(
         os.write(2, (text + "\n").encode(errors="replace"))
     flush()
     # Time for the first rank's message to reach the terminal; the others wait longer than the first one.
-    time.sleep(SECONDS_TO_REPORT if first else 2 * SECONDS_TO_REPORT)
+    time.sleep(exits.SECONDS_TO_REPORT if first else 2 * exits.SECONDS_TO_REPORT)
     exits.wait_before_kill()
     kill_job(code)
 

@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
 
-from hpcrl.sandbox.process_tree import STEP_SIGNALS
+from hpcrl.sandbox.process_tree import STEP_SIGNALS, STOP_SIGNALS
 
 LAUNCHER_PREFIXES = ("PMI_", "PMI2_", "PMIX", "PALS_", "OMPI_", "PRTE", "SLURM_", "MPICH", "MPIR_", "MPI_", "HYDRA")
 FOLDER = "HPCRL_CHILDREN_FOLDER"  # an environment variable of the server only
@@ -35,8 +35,13 @@ def without_launcher_variables(environ: dict[str, str]) -> dict[str, str]:
 
 
 def start() -> None:
-    """Start the server that all children are forked from. Call it before MPI starts, so that the server has no MPI."""
+    """Start the server that all children are forked from. Call it before MPI starts, so that the server has no MPI.
+
+    In the main thread. Ctrl-C reaches all processes of a job, and only the rank handles it: the server and its children
+    ignore SIGINT from their first moment on.
+    """
     full = dict(os.environ)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     # by default the server imports the program's main module
     context().set_forkserver_preload([__name__])
     os.environ[FOLDER] = util.get_temp_dir()
@@ -47,6 +52,7 @@ def start() -> None:
     finally:
         del os.environ[FOLDER]
         os.environ.update(full)
+        signal.signal(signal.SIGINT, handler)
 
 
 def set_umask(mask: int) -> None:
@@ -113,7 +119,7 @@ def _prepare_server() -> None:
             return
         for signum in STEP_SIGNALS:
             signal.signal(signum, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STEP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     atexit.register(remove_folder)
     for signum in STEP_SIGNALS:

@@ -13,6 +13,7 @@ from resource import struct_rusage
 
 # Batch systems send these to every process of a job. Only ranks handle them.
 STEP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
+STOP_SIGNALS = (*STEP_SIGNALS, signal.SIGINT)  # and Ctrl-C, which some launchers send to every process as well
 END = signal.SIGUSR2  # to a supervisor: kill the descendants and exit
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

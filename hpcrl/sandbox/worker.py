@@ -42,7 +42,6 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a job; the rank handles it
     wake, wake_writer = process_tree.wake_on_signals()
     os.setsid()
     process_tree.adopt_orphans()

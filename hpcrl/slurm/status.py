@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     options = parser.parse_args(arguments)
     if options.watch is not None and not 0.1 <= options.watch <= 86400:
         parser.error(f"found --watch {options.watch}; expected seconds, at least 0.1")
-    with exits.one_line_for_user_errors(), exits.quiet_if_reader_leaves():
+    with exits.one_line_for_user_errors():
         text = reader_of(options.runs)
         if options.watch is None:
             print(text())

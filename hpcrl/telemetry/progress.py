@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TextIO
 
 from tqdm import tqdm
@@ -97,7 +97,8 @@ class Progress:
             parts = [f"{self._label} {step}/{self._total}", f"{seconds:.3g} s/{self._unit}"]
             parts.append(f"ETA {duration(seconds * (self._total - step))}")
             parts += [f"{name} {value}" for name, value in shown.items()]
-            print(" | ".join(parts), file=self._stream, flush=True)
+            with suppress(BrokenPipeError):  # a reader that has ended, such as `tee`, does not end the run
+                print(" | ".join(parts), file=self._stream, flush=True)
             self._last_line = self._clock()
 
     def _line_is_due(self, step: int) -> bool:

@@ -263,7 +263,7 @@ def _log_all(module: str, run: TrackedRun, pipe: Connection) -> int:
 
 def _prepare_process(log_file: Path) -> None:
     """Signals of a batch system go to ranks only, output to a file, and ranks come first for CPU and memory."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*process_tree.STEP_SIGNALS, signal.SIGINT))  # inherited by processes
+    signal.pthread_sigmask(signal.SIG_BLOCK, process_tree.STOP_SIGNALS)  # inherited by processes
     os.setsid()
     process_tree.adopt_orphans()
     process_tree.raise_oom_score()

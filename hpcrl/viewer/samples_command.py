@@ -29,11 +29,8 @@ PER_TOKEN = ("advantages", "rollout_log_probs", "old_log_probs", "entropies", "r
 def main(arguments: Sequence[str]) -> NoReturn:
     options = _parser().parse_args(arguments)
     start_warnings()
-    with exits.one_line_for_user_errors(), exits.quiet_if_reader_leaves():
-        try:
-            show(options)
-        except KeyboardInterrupt:
-            sys.exit(exits.INTERRUPTED)
+    with exits.one_line_for_user_errors():
+        show(options)
     sys.exit(exits.DONE)
 
 

@@ -91,6 +91,7 @@ class Request:
         for name, values in self.asked["limits"].items():
             resource.setrlimit(getattr(resource, name), tuple(values))
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
         os.environ.clear()
         os.environ.update(self.asked["environment"])
         os.chdir(self.asked["directory"])

@@ -105,7 +105,7 @@ def write_run_with_kills(run: Path) -> Path:
             ("10:10:00", "INFO", saved.format(10)),
             ("10:20:00", "WARNING", "stopping: the allocation ends in 55s; gen and a save take 1m10s"),
             ("10:20:30", "INFO", saved.format(20)),
-            ("10:20:31", "INFO", "stopped after step 20; the next slice continues from there"),
+            ("10:20:31", "INFO", "stopped after step 20; the next start continues from there"),
             ("11:00:00", "INFO", start),
             ("11:00:20", "INFO", resumed.format(20)),
             ("11:00:21", "INFO", begins.format(21)),

@@ -39,6 +39,17 @@ def test_half_installed_transformer_engine_is_named(run: Callable, tmp_path: Pat
     assert "wrong: megatron-core: cannot be imported because Transformer Engine is half-installed" in ended.stdout
 
 
+@pytest.mark.parametrize(("driver", "extra"), [(None, "cpu"), ((13, 0), "gpu")])
+def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch, driver: Any, extra: str) -> None:
+    installed = check.version_of
+    monkeypatch.setattr(check, "version_of", lambda name: None if name in ("torch", "mpi4py") else installed(name))
+    monkeypatch.setattr(check.gpus, "driver_cuda_version", lambda: driver)
+    finding = check.requirements()
+    assert finding.wrong is not None and finding.needed and "cpu" not in finding.found.split("extras: ")[1]
+    assert "not installed: torch, mpi4py" in finding.wrong and f"`pip install 'hpcrl[{extra}]'`" in finding.wrong
+    assert f"hpcrl[{extra}]" in (check.package("mpi4py", needed=True).wrong or "")
+
+
 @pytest.mark.parametrize(("folder", "right"), [("normalization", True), ("lib", False)])
 def test_the_other_apex_is_told_from_nvidias(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, right: bool

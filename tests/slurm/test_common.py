@@ -135,7 +135,8 @@ class Site:
 
     def slice(self, **environ: str) -> subprocess.CompletedProcess[str]:
         """One slice of a job: code of the batch script."""
-        script = 'hpcrl_python=(python3) hpcrl_srun_options=(); hpcrl_srun "$1" train x.yaml "a b"; hpcrl_leave $?'
+        script = "hpcrl_trap; hpcrl_python=(python3) hpcrl_srun_options=(); "
+        script += 'hpcrl_srun "$1" train x.yaml "a b"; hpcrl_leave $?'
         given = {"PATH": f"{self.bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"} | environ
         return bash(script, str(self.run), **given)
 
@@ -183,7 +184,17 @@ def test_a_planned_stop_is_requeued(site: Site) -> None:
     assert site.slice().returncode == 85
     assert site.requeued == ["requeue 42"]
     arguments = (site.folder / "srun").read_text().splitlines()
-    assert {"--kill-on-bad-exit=1", "--wait=60"} < set(arguments) and arguments[-1] == "a b"
+    assert {"--disable-status", "--kill-on-bad-exit=1", "--wait=60"} < set(arguments) and arguments[-1] == "a b"
+
+
+@pytest.mark.parametrize(("srun", "said", "code"), [(85, 85, 85), (137, 130, 130), (137, None, 137)])
+def test_ctrl_c_ends_the_script_without_another_slice(site: Site, srun: int, said: int | None, code: int) -> None:
+    """Of `bash slurm/x.sbatch` in an allocation of salloc: the terminal interrupts the script as well as srun."""
+    site.srun(srun, said)
+    site.command("srun", f"kill -INT $PPID\n{(site.bin / 'srun').read_text()}")
+    ended = site.slice()
+    assert (ended.returncode, site.requeued) == (code, [])
+    assert ("saved; start it again to go on" in ended.stderr) == (code == 85)
 
 
 def test_an_array_element_requeues_itself_alone(site: Site) -> None:
