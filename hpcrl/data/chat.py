@@ -41,11 +41,13 @@ class ChatTemplate:
         # Text first, then tokens: the result of `tokenize=True` differs between transformers 4 and 5.
         return str(self._apply(messages, where, tokenize=False, add_generation_prompt=generation_prompt, **options))
 
-    def ids_and_marks(self, messages: Sequence[Any], where: str, **options: Any) -> tuple[list[int], list[int]]:
-        """Token ids of the conversation, and 1 for each token that the template marks as the assistant's."""
+    def ids_and_marks(self, messages: Sequence[Any], where: str, **options: Any) -> tuple[list[int], Any, list[int]]:
+        """Token ids of the conversation, their (start, end) in its text, and 1 for each that the template marks as the
+        assistant's."""
         wanted = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._apply(messages, where, **wanted, **options)
-        return found["input_ids"], found["assistant_masks"]
+        places = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
+        found = self._apply(messages, where, **wanted, **places, **options)
+        return found["input_ids"], found["offset_mapping"], found["assistant_masks"]
 
     def _apply(self, messages: Sequence[Any], where: str, **options: Any) -> Any:
         if self._own is None and self._tokenizer.chat_template is None:
@@ -54,9 +56,8 @@ class ChatTemplate:
                 "set data.chat_template, or make prompts plain strings"
             )
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), chat_template=self._own, **options, **self._options
-            )
+            options = {**self._options, **options}
+            return self._tokenizer.apply_chat_template(list(messages), chat_template=self._own, **options)
         except Exception as error:  # templates are user code
             raise InputError(
                 f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "
