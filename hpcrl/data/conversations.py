@@ -71,7 +71,7 @@ class Conversations:
         self._media = FileMedia(self._reader, file, key, cfg)
         rows = file.selected(max_samples, only)
         step = self._media.num_at_once(TOKENISE_ROWS)
-        blocks = [rows[start : start + step] for start in rows[::step]]
+        blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
         pieces = spread(world, blocks, lambda block: self._read(file, block))
         found = [marked for piece, _ in pieces for marked in piece.values()]
         bad = [line for _, lines in pieces for line in lines]

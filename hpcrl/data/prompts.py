@@ -80,7 +80,7 @@ class PromptDataset:
             rows = file.selected(num_left - num_found, only)
             num_found += len(rows)
             step = self._media[index].num_at_once(TOKENISE_ROWS)
-            pieces += [(index, rows[start : start + step]) for start in rows[::step]]
+            pieces += [(index, rows[start : start + step]) for start in range(0, len(rows), step)]
         found = spread(world, pieces, lambda piece: self._tokenise(*piece))
         self._file_of = np.repeat([index for index, _ in pieces], [len(piece.rows) for piece in found])
         self._row_of, lengths, self._values, num_items = (

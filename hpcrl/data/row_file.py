@@ -85,7 +85,7 @@ class RowFile:
         return self._rows[row]
 
     def selected(self, most: int, only: int | None) -> range:
-        """Return the numbers of the first `most` rows (-1: all), or of row `only` alone."""
+        """Return the numbers of the first `most` rows (-1: all), or that of row `only`."""
         if only is None:
             return range(len(self) if most < 0 else min(len(self), most))
         if not 0 <= only < len(self):

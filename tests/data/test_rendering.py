@@ -84,7 +84,7 @@ def test_what_a_template_leaves_out_is_an_error(tmp_path: Path, tokenizer: Any, 
     with pytest.raises(InputError) as caught:
         trained(tmp_path, tokenizer, turn, written)
     line = str(caught.value)
-    assert f"rows.jsonl: row 0: message 1: the chat template does not render all of {part[:5]}" in line or part in line
+    assert "rows.jsonl: row 0: message 1: the chat template does not render all of " in line
     assert part in line and line.endswith("or set data.accept_dropped_parts=true") and "\n" not in line
     if left is not None:
         assert trained(tmp_path, tokenizer, turn, written, accept_dropped_parts=True) == f"{left}<|eos|>"
