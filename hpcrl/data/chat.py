@@ -36,6 +36,10 @@ class ChatTemplate:
         template = self._own if self._own is not None else self._tokenizer.chat_template
         return isinstance(template, str) and _GENERATION.search(template) is not None
 
+    def with_option(self, name: str, value: Any) -> ChatTemplate:
+        """The template with this further argument."""
+        return ChatTemplate(self._tokenizer, self._own, {**self._options, name: value}, self._keys)
+
     def text(self, messages: Sequence[Any], where: str, *, generation_prompt: bool, **options: Any) -> str:
         """The conversation; with `generation_prompt`, followed by what starts the assistant's next turn."""
         # Text first, then tokens: the result of `tokenize=True` differs between transformers 4 and 5.
@@ -56,8 +60,9 @@ class ChatTemplate:
                 "set data.chat_template, or make prompts plain strings"
             )
         try:
-            options = {**self._options, **options}
-            return self._tokenizer.apply_chat_template(list(messages), chat_template=self._own, **options)
+            return self._tokenizer.apply_chat_template(
+                list(messages), chat_template=self._own, **options, **self._options
+            )
         except Exception as error:  # templates are user code
             raise InputError(
                 f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "

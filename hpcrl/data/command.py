@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,7 +34,9 @@ def main(arguments: list[str], load_job: Callable[[str], Any]) -> NoReturn:
     if not is_first_launched(os.environ):
         sys.exit(exits.DONE)
     with exits.one_line_for_user_errors():
-        run = {"check": check, "pairs": pairs, "show": partial(show, load_job)}.get(parsed.name)
+        if parsed.name == "show":
+            sys.exit(show(parsed, load_job))
+        run = {"check": check, "pairs": pairs}.get(parsed.name)
         sys.exit(run(parsed) if run is not None else prepare(parsed, sources[parsed.name][0]))
 
 
@@ -81,7 +82,8 @@ def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser
     show = commands.add_parser("show", help="which tokens of a row are trained, as a job prints it of its first row")
     show.add_argument("file", metavar="FILE", help="Parquet or JSONL")
     show.add_argument("--row", type=int, default=0, metavar="N", help="the row, counted from 0 (0)")
-    show.add_argument("--job", metavar="JOB", help="sft, preference, rm or train; default: by the columns of FILE")
+    jobs = ("sft", "preference", "rm", "train")
+    show.add_argument("--job", choices=jobs, help="the job that reads the row; default: by the columns of FILE")
     show.add_argument("--full", action="store_true", help="do not shorten long texts")
     show.add_argument("config", metavar="CONFIG", help="YAML file of the job")
     show.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
@@ -165,7 +167,7 @@ def pairs(parsed: argparse.Namespace) -> int:
     return exits.DONE
 
 
-def show(load_job: Callable[[str], Any], parsed: argparse.Namespace) -> int:
+def show(parsed: argparse.Namespace, load_job: Callable[[str], Any]) -> int:
     config = load_job(parsed.job or "train").read_config(parsed.config, parsed.overrides)
     job = load_job(parsed.job or job_of(columns_of(parsed.file), config))
     supervision = job.supervision(job.prepare(config), parsed.file, parsed.row)
@@ -176,11 +178,8 @@ def show(load_job: Callable[[str], Any], parsed: argparse.Namespace) -> int:
 def job_of(columns: Sequence[str], config: Config) -> str:
     """The job that trains on files with these columns; `train`, which reads prompts, if no other does."""
     sft, preference = config.section("sft"), config.section("preference")
-    pairs, labelled = (
-        (preference.chosen_key, preference.rejected_key),
-        (preference.completion_key, preference.label_key),
-    )
-    if any(set(names) <= set(columns) for names in (pairs, labelled)):
+    pair, label = {preference.chosen_key, preference.rejected_key}, {preference.completion_key, preference.label_key}
+    if pair <= set(columns) or label <= set(columns):
         return "preference"
     return "sft" if {sft.messages_key, sft.answer_key} & set(columns) else "train"
 

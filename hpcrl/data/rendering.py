@@ -47,9 +47,8 @@ class Rendering:
     def _without_prompt(self) -> str:
         return self._text(self._messages[: self._number])
 
-    def _text(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = False, **options: Any) -> str:
-        options = {**self._options, **options}
-        return self._template.text(messages, self._where, generation_prompt=generation_prompt, **options)
+    def _text(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = False) -> str:
+        return self._template.text(messages, self._where, generation_prompt=generation_prompt, **self._options)
 
     def check(self, text: str, ends: Sequence[str]) -> None:
         """Raise InputError if `text`, which is trained, lacks a part of the message, or is one of `ends` only."""
@@ -57,7 +56,9 @@ class Rendering:
         message = self._messages[self._number]
         part = missing_part(message, text)
         if part is not None:  # the generation prompt may have its start, such as <think>
-            part = missing_part(message, self.before.removeprefix(self._without_prompt) + text)
+            bare = self._without_prompt
+            prompt = self.before[len(bare) :] if self.before.startswith(bare) else ""
+            part = missing_part(message, prompt + text)
         if part is not None:
             raise InputError(
                 f"{self._where}: message {self._number}: the chat template does not render all of {part}, so that it "
@@ -84,9 +85,11 @@ class Rendering:
                 "differently; expected a template that keeps them, or marks the assistant's turns with "
                 "{% generation %}; use another data.chat_template"
             )
-        if accepted or start == self.before:
+        if accepted:
             return start
-        ways = [f"data.apply_chat_template_kwargs.{name}={str(value).lower()}" for name, value in self._closing()]
+        ways = [
+            f"data.apply_chat_template_kwargs.{name}={str(value).lower()}" for name, value in self._thinking_options()
+        ]
         ways.append("data.accept_generation_prompt_mismatch=true, which trains the message as it is rendered")
         raise InputError(
             f"{self._where}: the generation prompt before message {self._number} ends with "
@@ -95,12 +98,13 @@ class Rendering:
             f"data.chat_template, or set {', or '.join(ways)}"
         )
 
-    def _closing(self) -> Iterator[tuple[str, bool]]:
-        """Arguments of models' templates for thinking, and values of them with which the message begins with the
-        generation prompt."""
+    def _thinking_options(self) -> Iterator[tuple[str, bool]]:
+        """The arguments for thinking that models' templates have, with values for which the generation prompt begins
+        the message."""
         for name, value in itertools.product(("enable_thinking", "thinking"), (False, True)):
-            before = self._text(self._messages[: self._number], generation_prompt=True, **{name: value})
-            if self._text(self._messages[: self._number + 1], **{name: value}).startswith(before):
+            template = self._template.with_option(name, value)
+            other = Rendering(template, self._messages, self._number, self._where, self._options)
+            if other.after.startswith(other.before):
                 yield name, value
 
 
