@@ -295,7 +295,7 @@ def submit(arguments: list[str]) -> NoReturn:
 def data(arguments: list[str]) -> NoReturn:
     from hpcrl.data import command
 
-    command.main(arguments)
+    command.main(arguments, load_job)
 
 
 def status(arguments: list[str]) -> NoReturn:
@@ -344,7 +344,7 @@ TOOLS: dict[str, tuple[Callable[[list[str]], NoReturn], str]] = {
     "run": (run_file, "a job in a Python file of your own"),
     "plan": (plan, "whether a training job fits its GPUs, and what it costs; needs neither MPI nor GPU"),
     "check": (check, "what is installed here, and what is wrong with it; with --job: the nodes of an allocation"),
-    "data": (data, "datasets in verl's schema from downloaded files, and duplicates between training and validation"),
+    "data": (data, "datasets in verl's schema from downloaded files, their duplicates, and which tokens are trained"),
     "submit": (submit, "a Slurm job or a chain of them, checked and with all they read"),
     "status": (status, "the state of a run and its chain, or of several runs; --watch repeats it"),
     "samples": (samples, "prompts and responses of a run: the worst, the best, by text, or of two runs"),

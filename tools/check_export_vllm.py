@@ -66,7 +66,7 @@ class Export:
         from hpcrl.cli import load_job
         from hpcrl.data.prompts import PromptDataset
         from hpcrl.data.tokenizer import load_tokenizer
-        from hpcrl.workers.team import data_config
+        from hpcrl.rollout.agent.tools import data_config
 
         self.template = run / "config.yaml"
         self.config = load_job("evaluate").read_config(str(self.template))

@@ -399,6 +399,16 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="extra arguments of the chat template"
     )
+    accept_dropped_parts: bool = Field(
+        False,
+        description="train on answers and turns of which the chat template leaves out a part, such as thoughts or tool "
+        "calls; false: they are an error",
+    )
+    accept_generation_prompt_mismatch: bool = Field(
+        False,
+        description="train on turns whose rendering does not begin with the generation prompt, from where they differ; "
+        "false: they are an error",
+    )
     image_key: str = Field("images", description="column that holds a row's pictures, for models with a vision tower")
     video_key: str = Field("videos", description="column that holds a row's videos: lists of frames")
     min_pixels: PositiveInt | None = Field(

@@ -11,6 +11,7 @@ import numpy as np
 from hpcrl.data.chat import messages_of
 from hpcrl.data.encoding import encode_texts, split_end
 from hpcrl.data.prompts import TOKENISE_ROWS, PromptDataset
+from hpcrl.data.rendering import missing_part
 from hpcrl.data.row_file import spread
 from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.runtime.exits import InputError
@@ -43,7 +44,7 @@ class Answers:
         world: World | None = None,
     ) -> None:
         texts = [
-            "".join(split_end(tokenizer, self._text(prompts, row, value, cfg.prompt_key, name, key)))
+            "".join(split_end(tokenizer, self._text(prompts, row, value, cfg, name, key)))
             for row, value in enumerate(prompts.values(name))
         ]
         limit, all_rows = cfg.max_response_length, range(len(prompts))
@@ -88,14 +89,17 @@ class Answers:
         return np.diff(self._offsets)
 
     @staticmethod
-    def _text(prompts: PromptDataset, row: int, value: Any, prompt_key: str, name: str, key: str) -> str:
+    def _text(prompts: PromptDataset, row: int, value: Any, cfg: DataConfig, name: str, key: str) -> str:
         if isinstance(value, str):
             return value
+        prompt_key = cfg.prompt_key
         messages = messages_of(value, with_parts=True)
         if messages and messages[-1]["role"] == "assistant" and isinstance(messages[-1]["content"], str):
             *before, answer = messages
             prompt = messages_of(prompts.row(row)[prompt_key], with_parts=True) if before else None
             if not before or _roles_and_contents(before) == _roles_and_contents(prompt or []):
+                if not cfg.accept_dropped_parts:
+                    _check_text_only(answer, f"{prompts.where(row)}: the answer in {name!r}")
                 return answer["content"]
             problem = f"the messages in {name!r} before the answer differ from {prompt_key!r}"
         elif value is not None:
@@ -112,6 +116,15 @@ def _roles_and_contents(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]
     return [(message["role"], message["content"]) for message in messages]
 
 
+def _check_text_only(message: dict[str, Any], where: str) -> None:
+    """Raise InputError if an answer has parts besides its content, such as thoughts or tool calls."""
+    if (part := missing_part(message, message["content"])) is not None:
+        raise InputError(
+            f"{where} has {part}, which would not be trained, because only the content of an answer is; expected it in "
+            "the content, as the model should write it; move it there, or set data.accept_dropped_parts=true"
+        )
+
+
 CHOSEN, REJECTED = 0, 1  # the sides of a pair
 
 
@@ -119,6 +132,7 @@ class AnswerDataset:
     """Prompts with an answer in each of `columns`: one for SFT, the chosen and the rejected one for preferences.
 
     columns: key of the config -> the column that it names. Side i of a row is its answer in the i-th column.
+    only: as of PromptDataset.
     """
 
     def __init__(
@@ -130,8 +144,9 @@ class AnswerDataset:
         max_samples: int = -1,
         world: World | None = None,
         images: ImageProcessor | None = None,
+        only: int | None = None,
     ) -> None:
-        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world, images)
+        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world, images, only)
         self._sides = [Answers(self.prompts, tokenizer, cfg, name, key, world) for key, name in columns.items()]
 
     def __len__(self) -> int:
@@ -144,6 +159,10 @@ class AnswerDataset:
     def answer(self, row: int, side: int = 0) -> np.ndarray:
         """Token ids of the answer, int32 (A,), ending with the end-of-sequence token."""
         return self._sides[side][row]
+
+    def where(self, row: int) -> str:
+        """Return `<path>: row <n>`."""
+        return self.prompts.where(row)
 
     def media(self, row: int) -> list[MediaItem]:
         """Return the pictures and videos of a prompt, in the order of their tokens."""
@@ -198,8 +217,9 @@ class LabelledDataset(AnswerDataset):
         max_samples: int = -1,
         world: World | None = None,
         images: ImageProcessor | None = None,
+        only: int | None = None,
     ) -> None:
-        super().__init__(files, tokenizer, cfg, columns, max_samples, world, images)
+        super().__init__(files, tokenizer, cfg, columns, max_samples, world, images, only)
         self.labels = np.array(  # bool (len,)
             [self._label(row, value, *label) for row, value in enumerate(self.prompts.values(label[1]))]
         )

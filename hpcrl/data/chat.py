@@ -37,6 +37,10 @@ class ChatTemplate:
         template = self._own if self._own is not None else self._tokenizer.chat_template
         return isinstance(template, str) and _GENERATION.search(template) is not None
 
+    def with_option(self, name: str, value: Any) -> ChatTemplate:
+        """The template with this further argument."""
+        return ChatTemplate(self._tokenizer, self._own, {**self._options, name: value}, self._keys)
+
     def text(self, messages: Sequence[Any], where: str, *, generation_prompt: bool, **options: Any) -> str:
         """The conversation; with `generation_prompt`, followed by what starts the assistant's next turn."""
         if self._own is None and self._tokenizer.chat_template is None:
@@ -53,13 +57,15 @@ class ChatTemplate:
                 f"expected a template for these roles ({self._keys})"
             ) from None
 
-    def ids_and_marks(self, messages: Sequence[Any], where: str, **options: Any) -> tuple[list[int], list[int]]:
-        """Token ids of the conversation, and 1 for each token that the template marks as the assistant's."""
+    def ids_and_marks(self, messages: Sequence[Any], where: str, **options: Any) -> tuple[list[int], Any, list[int]]:
+        """Token ids of the conversation, their (start, end) in its text, and 1 for each that the template marks as the
+        assistant's."""
         text = self.text(messages, where, generation_prompt=False, **options)
         wanted = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        places = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
         with encodable(self._tokenizer, text, where):
-            found = self._apply(messages, **wanted, **options)
-        return found["input_ids"], found["assistant_masks"]
+            found = self._apply(messages, **wanted, **places, **options)
+        return found["input_ids"], found["offset_mapping"], found["assistant_masks"]
 
     def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
         return self._tokenizer.apply_chat_template(list(messages), chat_template=self._own, **options, **self._options)

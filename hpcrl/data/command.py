@@ -1,4 +1,5 @@
-"""`hpcrl data`: a dataset in verl's schema from downloaded files, or drawn; duplicates between two sets of files.
+"""`hpcrl data`: a dataset in verl's schema from downloaded files, or drawn; duplicates between two sets of files; which
+tokens of a row are trained.
 
 Needs neither MPI nor torch nor a network.
 """
@@ -8,27 +9,33 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcrl.data.duplicates import NUM_WORDS, THRESHOLD, find_duplicates, picture_key, prompt_text
 from hpcrl.data.prepare import draw_rows, prepare_files, write
-from hpcrl.data.row_file import RowFile
+from hpcrl.data.row_file import RowFile, columns_of
 from hpcrl.data.sampled_pairs import pairs_of_samples
 from hpcrl.data.source import FileSource, Source, load_source, source_names
 from hpcrl.runtime import exits
 from hpcrl.runtime.launcher import is_first_launched
 
+if TYPE_CHECKING:
+    from hpcrl.config.schema import Config
+
 EXAMPLE_CHARACTERS = 100  # of a prompt
 
 
-def main(arguments: list[str]) -> NoReturn:
+def main(arguments: list[str], load_job: Callable[[str], Any]) -> NoReturn:
+    """load_job: from the name of a job to its class."""
     sources = {name: load_source(name) for name in source_names()}
     parsed = parser_of(sources).parse_args(arguments)
     if not is_first_launched(os.environ):
         sys.exit(exits.DONE)
     with exits.one_line_for_user_errors():
+        if parsed.name == "show":
+            sys.exit(show(parsed, load_job))
         run = {"check": check, "pairs": pairs}.get(parsed.name)
         sys.exit(run(parsed) if run is not None else prepare(parsed, sources[parsed.name][0]))
 
@@ -72,6 +79,14 @@ def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser
         "--data", nargs="+", required=True, metavar="FILE", help="files of the prompts that were sampled"
     )
     pairs.add_argument("--out", type=Path, required=True, metavar="FILE", help="Parquet file to write")
+    show = commands.add_parser("show", help="which tokens of a row are trained, as a job prints it of its first row")
+    show.add_argument("file", metavar="FILE", help="Parquet or JSONL")
+    show.add_argument("--row", type=int, default=0, metavar="N", help="the row, counted from 0 (0)")
+    jobs = ("sft", "preference", "rm", "train")
+    show.add_argument("--job", choices=jobs, help="the job that reads the row; default: by the columns of FILE")
+    show.add_argument("--full", action="store_true", help="do not shorten long texts")
+    show.add_argument("config", metavar="CONFIG", help="YAML file of the job")
+    show.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
     return parser
 
 
@@ -150,6 +165,23 @@ def pairs(parsed: argparse.Namespace) -> int:
     num_pairs, num_prompts = pairs_of_samples(parsed.samples, parsed.data, parsed.out)
     print(f"{parsed.out}: {num_pairs} pairs of {num_prompts} prompts; the others' samples have equal scores")
     return exits.DONE
+
+
+def show(parsed: argparse.Namespace, load_job: Callable[[str], Any]) -> int:
+    config = load_job(parsed.job or "train").read_config(parsed.config, parsed.overrides)
+    job = load_job(parsed.job or job_of(columns_of(parsed.file), config))
+    supervision = job.supervision(job.prepare(config), parsed.file, parsed.row)
+    print(supervision.coloured(full=parsed.full) or supervision.bracketed(full=parsed.full))
+    return exits.DONE
+
+
+def job_of(columns: Sequence[str], config: Config) -> str:
+    """The job that trains on files with these columns; `train`, which reads prompts, if no other does."""
+    sft, preference = config.section("sft"), config.section("preference")
+    pair, label = {preference.chosen_key, preference.rejected_key}, {preference.completion_key, preference.label_key}
+    if pair <= set(columns) or label <= set(columns):
+        return "preference"
+    return "sft" if {sft.messages_key, sft.answer_key} & set(columns) else "train"
 
 
 def check(parsed: argparse.Namespace) -> int:

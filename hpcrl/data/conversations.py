@@ -13,6 +13,7 @@ from hpcrl.data.encoding import encodable, encode_texts, split_end
 from hpcrl.data.media import FileMedia, Located, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import TOKENISE_ROWS
+from hpcrl.data.rendering import Rendering
 from hpcrl.data.row_file import RowFile, spread
 from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.runtime.exits import InputError
@@ -43,7 +44,10 @@ class Conversations:
     and without each turn. A turn's loss ends with its end-of-sequence token. Conversations longer than
     data.max_prompt_length + data.max_response_length are errors, are left out with data.filter_overlong_prompts, or
     lose their end with data.truncation=right; those that then have no token with loss are left out. With a `world` its
-    ranks share the work. Pictures are as in PromptDataset; their tokens have no loss.
+    ranks share the work. Pictures, and `only`, are as in PromptDataset; tokens of pictures have no loss.
+
+    The content, reasoning and tool calls of a turn with loss must be in its text, unless data.accept_dropped_parts is
+    set. Unless data.accept_generation_prompt_mismatch is set, it must begin with the generation prompt.
     """
 
     def __init__(
@@ -56,17 +60,19 @@ class Conversations:
         max_samples: int = -1,
         world: World | None = None,
         images: ImageProcessor | None = None,
+        only: int | None = None,
     ) -> None:
-        self._cfg, self._key, self._turns = cfg, key, turns
+        self._path, self._cfg, self._key, self._turns = path, cfg, key, turns
         self._tokenizer, self._template = tokenizer, ChatTemplate.of_data(tokenizer, cfg)
         self._ends = end_token_ids(tokenizer)
+        self._end_texts = [tokenizer.decode([end]) for end in self._ends]
         self._limit = cfg.max_prompt_length + cfg.max_response_length
         file = RowFile(path, {cfg.image_key, cfg.video_key})
         self._reader = None if images is None else MediaReader(images, tokenizer, cfg)
         self._media = FileMedia(self._reader, file, key, cfg)
-        rows = range(len(file) if max_samples < 0 else min(len(file), max_samples))
+        rows = file.selected(max_samples, only)
         step = self._media.num_at_once(TOKENISE_ROWS)
-        blocks = [rows[start : start + step] for start in rows[::step]]
+        blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
         pieces = spread(world, blocks, lambda block: self._read(file, block))
         found = [marked for piece, _ in pieces for marked in piece.values()]
         bad = [line for _, lines in pieces for line in lines]
@@ -95,6 +101,10 @@ class Conversations:
         ids, mask = self._ids[here], self._mask[here]
         start = int(mask.argmax())
         return ids[:start], ids[start:], mask[start:].astype(np.int32)
+
+    def where(self, row: int) -> str:
+        """Return `<path>: row <n>`."""
+        return f"{self._path}: row {self._rows[row]}"
 
     def lengths(self) -> np.ndarray:
         """Tokens of each conversation, int64 (len,)."""
@@ -168,17 +178,23 @@ class Conversations:
         return bool(np.isin(marked.ids[marked.mask][-1], self._ends))
 
     def _by_marks(self, messages: list[dict[str, Any]], where: str, options: dict[str, Any]) -> Marked:
-        ids, marks = self._template.ids_and_marks(messages, where, **options)
+        ids, places, marks = self._template.ids_and_marks(messages, where, **options)
+        whole = self._template.text(messages, where, generation_prompt=False, **options)
         mask = np.array(marks, dtype=bool)
         starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)
-        num_turns = sum(message["role"] == "assistant" for message in messages)
-        if len(starts) != num_turns:
+        lasts = np.flatnonzero(np.diff(mask, append=False) & mask)
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(starts) != len(turns):
             raise InputError(
-                f"{where}: the chat template marks {len(starts)} of {num_turns} assistant's turns with "
+                f"{where}: the chat template marks {len(starts)} of {len(turns)} assistant's turns with "
                 "{% generation %}; expected all of them; use another data.chat_template"
             )
         if self._turns == "last":
             mask[: starts[-1]] = False
+        trained = slice(None) if self._turns == "all" else slice(-1, None)
+        for number, start, last in zip(turns[trained], starts[trained], lasts[trained], strict=True):
+            rendering = Rendering(self._template, messages, number, where, options)
+            self._check(rendering, whole[places[start][0] : places[last][1]])
         return Marked(np.array(ids, dtype=np.int32), mask)
 
     def _by_differences(self, messages: list[dict[str, Any]], where: str, options: dict[str, Any]) -> Marked:
@@ -189,15 +205,19 @@ class Conversations:
         ids, places = np.array(encoded["input_ids"], np.int32), np.array(encoded["offset_mapping"]).reshape(-1, 2)
         mask = np.zeros(len(ids), dtype=bool)
         for number in turns if self._turns == "all" else turns[-1:]:
-            before = self._template.text(messages[:number], where, generation_prompt=True, **options)
-            after = self._template.text(messages[: number + 1], where, generation_prompt=False, **options)
-            if not (whole.startswith(after) and after.startswith(before)):
+            rendering = Rendering(self._template, messages, number, where, options)
+            before, after = rendering.before, rendering.after
+            if not whole.startswith(after):
+                advice = ", or sft.assistant_turns=last" if self._turns == "all" else ""
                 raise InputError(
                     f"{where}: with later turns, the chat template renders the conversation up to message {number} "
                     "differently; expected a template that keeps turns, or marks them with {% generation %}; use "
-                    "another data.chat_template, or sft.assistant_turns=last"
+                    f"another data.chat_template{advice}"
                 )
+            if not after.startswith(before):
+                before = rendering.common_start(self._cfg.accept_generation_prompt_mismatch)
             start, end = len(before), len(after)
+            self._check(rendering, whole[start:end])
             turn = (places[:, 0] >= start) & (places[:, 0] < end)
             if ((places[:, 0] < start) & (places[:, 1] > start)).any() or not turn.any():
                 raise self._joined(where, number)
@@ -210,6 +230,11 @@ class Conversations:
                 turn[last[-1] + 1 :] = False  # a line break after the end of the turn
             mask |= turn
         return Marked(ids, mask)
+
+    def _check(self, rendering: Rendering, text: str) -> None:
+        """Raise InputError if `text`, on which a turn is trained, lacks a part of it."""
+        if not self._cfg.accept_dropped_parts:
+            rendering.check(text, self._end_texts)
 
     @staticmethod
     def _joined(where: str, number: int) -> InputError:

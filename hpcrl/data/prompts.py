@@ -50,7 +50,7 @@ class PromptDataset:
     Everything is read, tokenised and checked at construction, so that a bad row stops the job before its first step.
     `max_samples` (-1: all) takes the first rows of all files together, before the filter, as in verl. With a `world`,
     construction is collective and its ranks share the work. Pictures are opened with `images`, once at construction and
-    then by `patches`; without it, a row with pictures is an error.
+    then by `patches`; without it, a row with pictures is an error. only: a row of the only file, to read that one.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class PromptDataset:
         max_samples: int = -1,
         world: World | None = None,
         images: ImageProcessor | None = None,
+        only: int | None = None,
     ) -> None:
         if not files:
             raise InputError("no data files; set Parquet or JSONL files in data.train_files and data.val_files")
@@ -78,10 +79,10 @@ class PromptDataset:
         pieces: list[tuple[int, range]] = []
         num_found = 0
         for index, file in enumerate(self._files):
-            rows = range(min(len(file), num_left - num_found))
+            rows = file.selected(num_left - num_found, only)
             num_found += len(rows)
             step = self._media[index].num_at_once(TOKENISE_ROWS)
-            pieces += [(index, rows[start : start + step]) for start in rows[::step]]
+            pieces += [(index, rows[start : start + step]) for start in range(0, len(rows), step)]
         found = spread(world, pieces, lambda piece: self._tokenise(*piece))
         self._file_of = np.repeat([index for index, _ in pieces], [len(piece.rows) for piece in found])
         self._row_of, lengths, self._values, num_items = (

@@ -144,6 +144,14 @@ class RowFile:
     def __getitem__(self, row: int) -> dict[str, Any]:
         return {name: it for name, it in self._rows[row].items() if name not in self._large}
 
+    def selected(self, most: int, only: int | None) -> range:
+        """Return the numbers of the first `most` rows (-1: all), or that of row `only`."""
+        if only is None:
+            return range(len(self) if most < 0 else min(len(self), most))
+        if not 0 <= only < len(self):
+            raise InputError(f"{self.path}: no row {only}; it has {len(self)} rows, which are counted from 0")
+        return range(only, only + 1)
+
     def column(self, name: str, start: int = 0, stop: int | None = None) -> list[Any]:
         """Return values of a column in rows [start, stop); None where a row lacks it."""
         if isinstance(self._rows, ParquetRows):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 class SftDataset:
     """Sequences of several files, end to end: conversations of files with the column `messages_key`, prompts with the
-    answer in `answer_key` of others. `max_samples` (-1: all) takes the first rows of all files together."""
+    answer in `answer_key` of others. `max_samples` (-1: all) takes the first rows of all files together. only: as of
+    PromptDataset."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class SftDataset:
         max_samples: int = -1,
         world: World | None = None,
         images: ImageProcessor | None = None,
+        only: int | None = None,
     ) -> None:
         self._files: list[Conversations | AnswerDataset] = []
         for path in files:
@@ -43,10 +45,11 @@ class SftDataset:
             if num_left == 0:
                 break
             if messages_key in columns_of(path):
-                self._files.append(Conversations(path, tokenizer, cfg, messages_key, turns, num_left, world, images))
+                options = (messages_key, turns, num_left, world, images, only)
+                self._files.append(Conversations(path, tokenizer, cfg, *options))
             else:
                 columns = {"sft.answer_key": answer_key}
-                self._files.append(AnswerDataset([path], tokenizer, cfg, columns, num_left, world, images))
+                self._files.append(AnswerDataset([path], tokenizer, cfg, columns, num_left, world, images, only))
         self._starts = np.cumsum([0, *map(len, self._files)])
 
     @property
@@ -75,6 +78,11 @@ class SftDataset:
     def num_endless(self) -> int:
         """Conversations whose last turn has no end-of-sequence token."""
         return sum(file.num_endless for file in self._files if isinstance(file, Conversations))
+
+    def where(self, row: int) -> str:
+        """Return `<path>: row <n>`."""
+        file, row = self._find(row)
+        return file.where(row)
 
     def lengths(self) -> np.ndarray:
         """Tokens of each sequence, int64 (len,)."""

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from hpcrl.data.rendering import missing_part
 from hpcrl.runtime.exits import InputError
 
 Row: TypeAlias = dict[str, Any]
@@ -118,13 +119,15 @@ def text(row: Row, name: str) -> str:
 def messages(found: Any, name: str) -> list[Message]:
     """Role and content of each message; other fields, which some datasets have, are left out.
 
-    Raises Dropped if this is not a conversation in text.
+    Raises Dropped if this is not a conversation in text, or if a message has thoughts or tool calls besides its text.
     """
     if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
         raise Dropped(f"no messages in {name}")
     pairs = [{key: message.get(key) for key in ("role", "content")} for message in found]
     if not pairs or not all(isinstance(part, str) for pair in pairs for part in pair.values()):
         raise Dropped(f"a message without role or text in {name}")
+    if any(missing_part(message, message["content"]) for message in found):
+        raise Dropped(f"thoughts or tool calls beside the text in {name}")
     return pairs  # type: ignore[return-value]  # checked in the line above
 
 

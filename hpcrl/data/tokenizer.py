@@ -15,6 +15,8 @@ from hpcrl.runtime.exits import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hpcrl.config.schema import ModelConfig
+
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory (or of the local hub cache); it must have an end-of-sequence token.
@@ -43,6 +45,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"model.tokenizer={path}: no eos_token, which ends a response; set it in tokenizer_config.json"
         )
     return tokenizer
+
+
+def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a section `model` names."""
+    named = model.tokenizer or model.path
+    if named is None:
+        raise InputError("model.tokenizer and model.path are null; name a tokenizer directory")
+    return load_tokenizer(named)
 
 
 def has_tokenizer(folder: str) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
@@ -18,14 +19,16 @@ from hpcrl.config.roles import ACTOR, REF, RoleSpec
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.answers import AnswerDataset, LabelledDataset
+from hpcrl.data.supervision import Supervised
 from hpcrl.rollout_source.durable_rollouts import origin_of
 from hpcrl.run.pairs import PairsConfig, PairsJob, check_loss
 from hpcrl.run.ref_logps import FILE, RefLogps, key_of
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hpcrl.run.run import Run
-    from hpcrl.workers.team import Inputs
 
 log = logging.getLogger(__name__)
 
@@ -135,12 +138,20 @@ class Preference(PairsJob):
     def loss(self) -> PreferenceLoss:
         return PREFERENCE_LOSSES.get(self.own.loss_type)
 
-    def read_pairs(self, inputs: Inputs, paths: list[str], max_samples: int) -> AnswerDataset:
+    def read_rows(self, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **which: Any) -> AnswerDataset:
         if self.loss.paired:
-            return super().read_pairs(inputs, paths, max_samples)
-        columns, label = {"preference.completion_key": self.own.completion_key}, self.own.label_key
-        options = (columns, ("preference.label_key", label), max_samples, self.world, inputs.images)
-        return LabelledDataset(paths, inputs.tokenizer, self.config.data, *options)
+            return super().read_rows(paths, tokenizer, **which)
+        columns = {"preference.completion_key": self.own.completion_key}
+        label = "preference.label_key", self.own.label_key
+        return LabelledDataset(paths, tokenizer, self.config.data, columns, label, world=self.world, **which)
+
+    def supervised(self, dataset: AnswerDataset, row: int) -> list[Supervised]:
+        if isinstance(dataset, LabelledDataset):
+            return [Supervised.of("good answer" if dataset.labels[row] else "bad answer", *dataset.pair(row))]
+        chosen, rejected = super().supervised(dataset, row)
+        if self.loss.nll_of_prompt:  # all tokens that have one before them
+            chosen = chosen._replace(mask=np.arange(len(chosen.ids)) > 0)
+        return [chosen, rejected]
 
     def check_answers(self, dataset: AnswerDataset) -> None:
         if not isinstance(dataset, LabelledDataset):

@@ -30,6 +30,7 @@ class RewardModel(PairsJob):
     name = label = "rm"
     section = RmConfig
     trained_role = "reward"
+    side_note = ", whose last token has the score"
     memory_advice = (
         "a smaller rm.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.reward.tp or pp"
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -24,12 +25,16 @@ from hpcrl.data.conversations import Turns
 from hpcrl.data.picture_index import tower_tokens
 from hpcrl.data.row_file import columns_of
 from hpcrl.data.sft import SftDataset, has_targets
+from hpcrl.data.supervision import Supervised
+from hpcrl.rollout.agent.tools import data_config
 from hpcrl.run.calls import metrics_of
 from hpcrl.run.job import SupervisedConfig, SupervisedJob
 from hpcrl.run.validation import Validator
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 
@@ -109,30 +114,20 @@ class Sft(SupervisedJob):
         return RoleLayouts(num_ranks, roles, rows)
 
     def read_inputs(self) -> Inputs:
-        from hpcrl.workers.team import Inputs, add_validation_prompts, data_config, image_processor, read_model
+        from hpcrl.workers.team import Inputs, add_validation_prompts, image_processor, read_model
 
         tokenizer, shape = read_model(self.config)
         images = image_processor(self.config, shape)
         data, own, inputs = data_config(self.config), self.own, Inputs(shape, tokenizer, images=images)
-        keys = {"messages_key": own.messages_key, "answer_key": own.answer_key}
         splits = {"train": (data.train_files, data.train_max_samples)}
         evaluates = own.eval_freq > 0
-        if evaluates and own.eval_loss and has_targets(data.val_files, **keys):
+        if evaluates and own.eval_loss and has_targets(data.val_files, own.messages_key, own.answer_key):
             splits["val"] = (
                 data.val_files,
                 own.eval_samples if data.val_max_samples < 0 else min(own.eval_samples, data.val_max_samples),
             )
         for split, (files, num) in splits.items():
-            inputs.sequences[split] = SftDataset(
-                files,
-                tokenizer,
-                data,
-                **keys,
-                turns=own.assistant_turns,
-                max_samples=num,
-                world=self.world,
-                images=images,
-            )
+            inputs.sequences[split] = self.read_rows(files, tokenizer, images=images, max_samples=num)
         self.order_rows(inputs.sequences["train"].file_sizes)
         if evaluates and "val" not in splits and not own.eval_score:
             raise InputError(
@@ -148,6 +143,22 @@ class Sft(SupervisedJob):
                     )
             add_validation_prompts(inputs, self.config, self.world)
         return inputs
+
+    def read_rows(self, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **which: Any) -> SftDataset:
+        return SftDataset(
+            paths,
+            tokenizer,
+            data_config(self.config),
+            messages_key=self.own.messages_key,
+            answer_key=self.own.answer_key,
+            turns=self.own.assistant_turns,
+            world=self.world,
+            **which,
+        )
+
+    def supervised(self, dataset: SftDataset, row: int) -> list[Supervised]:
+        prompt, response, mask = dataset.sequence(row)
+        return [Supervised.of("", prompt, response, mask)]
 
     def roles(self) -> list[RoleSpec]:
         actor = replace(ACTOR, worker="hpcrl.workers.supervised:SftActorWorker")
@@ -172,6 +183,7 @@ class Sft(SupervisedJob):
                     split,
                     data.num_endless,
                 )
+        self.log_first_row(self.inputs.sequences["train"])
         self.validator = None
         if "val" in self.inputs.prompts:
             ways = [ValKwargs(n=1, temperature=1.0)]

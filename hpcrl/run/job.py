@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -21,14 +21,20 @@ from hpcrl.config.roles import ACTOR, EXPORT, RoleSpec, with_own
 from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, PositiveOrMinusOne, Section, extended
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sampler import OrderedSampler, file_order, steps_for_epochs
+from hpcrl.data.supervision import Supervised, Supervision
+from hpcrl.data.tokenizer import tokenizer_of
 from hpcrl.model.architecture import check_longest
+from hpcrl.rollout.agent.tools import data_config
 from hpcrl.run.job_config import with_presets, with_settings_of_run
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.world import World
 from hpcrl.telemetry.trackers import missing_packages
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hpcrl.batch.data_proto import DataProto
     from hpcrl.controller.controller import Controller
     from hpcrl.controller.register import Worker
@@ -211,6 +217,28 @@ class TrainingJob(Job):
         """Read files, on every rank. An InputError ends the job on all of them."""
         raise NotImplementedError
 
+    def read_rows(self, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **which: Any) -> Any:
+        """The data set of these files. which: `max_samples`, `images` and `only`, as of PromptDataset. Collective."""
+        return PromptDataset(paths, tokenizer, data_config(self.config), world=self.world, **which)
+
+    def supervised(self, dataset: Any, row: int) -> list[Supervised]:
+        """The sequences of a row of `read_rows`, and which of their tokens are trained."""
+        ids = dataset.prompt_ids(row)
+        return [Supervised("prompt", ids, np.zeros(len(ids), bool))]
+
+    @classmethod
+    def supervision(cls, config: Config, path: str, row: int) -> Supervision:
+        """What the job trains on of a row of a file. For a process without MPI, torch or a model."""
+        from hpcrl.data.images import ImageProcessor
+        from hpcrl.model.hf.families import read_shape
+
+        job = cls(cast("World", None), config, None, argparse.Namespace())
+        tokenizer, folder = tokenizer_of(config.model), config.model.path
+        vision = None if folder is None else read_shape(Path(folder)).vision
+        images = None if vision is None else ImageProcessor.of_model(str(folder), vision, config.data)
+        dataset = job.read_rows([path], tokenizer, images=images, only=row)
+        return Supervision(dataset.where(0), job.supervised(dataset, 0), tokenizer, images)
+
     def roles(self) -> Sequence[RoleSpec]:
         """The built-in roles that this job has, in the order in which they are built."""
         raise NotImplementedError
@@ -357,6 +385,11 @@ class SupervisedJob(TrainingJob):
 
     derived: RoleLayouts
     order: OrderedSampler  # of the training rows
+
+    def log_first_row(self, dataset: Any) -> None:
+        """Log which tokens of the first training row are trained."""
+        inputs = self.inputs
+        Supervision(dataset.where(0), self.supervised(dataset, 0), inputs.tokenizer, inputs.images).log()
 
     @classmethod
     def check_data(cls, config: Config, columns: str) -> int:

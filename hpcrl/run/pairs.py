@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -20,11 +20,14 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset
 from hpcrl.data.picture_index import tower_tokens
+from hpcrl.data.supervision import Supervised
 from hpcrl.run.calls import metrics_of
 from hpcrl.run.job import SupervisedConfig, SupervisedJob
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 
@@ -46,6 +49,8 @@ def check_loss(section: str, own: Any) -> PreferenceLoss:
 
 class PairsJob(SupervisedJob):
     """A job that trains one role on chosen and rejected answers; its section is a `PairsConfig`."""
+
+    side_note: ClassVar[str] = ""  # what is said of each where an example is shown
 
     @classmethod
     def check_pairs(
@@ -73,16 +78,18 @@ class PairsJob(SupervisedJob):
         files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
         for split, (paths, max_samples) in files.items():
             if split == "train" or self.own.eval_freq > 0:
-                inputs.pairs[split] = self.read_pairs(inputs, paths, max_samples)
+                inputs.pairs[split] = self.read_rows(paths, tokenizer, images=inputs.images, max_samples=max_samples)
         self.check_answers(inputs.pairs["train"])
         self.order_rows(inputs.pairs["train"].file_sizes)
         return inputs
 
-    def read_pairs(self, inputs: Inputs, paths: list[str], max_samples: int) -> AnswerDataset:
-        """The answers in these files. Collective."""
+    def read_rows(self, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **which: Any) -> AnswerDataset:
         columns = {f"{self.name}.{side}_key": getattr(self.own, f"{side}_key") for side in ("chosen", "rejected")}
-        options = (self.config.data, columns, max_samples, self.world, inputs.images)
-        return AnswerDataset(paths, inputs.tokenizer, *options)
+        return AnswerDataset(paths, tokenizer, self.config.data, columns, world=self.world, **which)
+
+    def supervised(self, dataset: AnswerDataset, row: int) -> list[Supervised]:
+        sides = {"chosen": CHOSEN, "rejected": REJECTED}
+        return [Supervised.of(f"{name}{self.side_note}", *dataset.pair(row, side)) for name, side in sides.items()]
 
     def check_answers(self, dataset: AnswerDataset) -> None:
         """Raise InputError if nothing can be learned from the training data."""
@@ -97,6 +104,7 @@ class PairsJob(SupervisedJob):
         for split, dataset in self.inputs.pairs.items():
             self.pair_lengths[split] = self.lengths_of(dataset)
             log.info("%s: %s; %d too long", split, self.described(dataset), dataset.num_filtered)
+        self.log_first_row(self.inputs.pairs["train"])
 
     def lengths_of(self, dataset: AnswerDataset) -> np.ndarray:
         """Tokens of each pair, int64 (len,)."""

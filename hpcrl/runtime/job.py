@@ -201,9 +201,12 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
 
 
 class TerminalFormatter(logging.Formatter):
-    """`12:30:05 message`, with the level before the message unless it is INFO."""
+    """`12:30:05 message`, with the level before the message unless it is INFO. A record's `coloured` is preferred to
+    its message."""
 
     def format(self, record: logging.LogRecord) -> str:
+        if coloured := getattr(record, "coloured", None):
+            record = logging.makeLogRecord(record.__dict__ | {"msg": coloured, "args": ()})
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         return f"{self.formatTime(record, '%H:%M:%S')} {level}{super().format(record)}"
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.roles import JUDGE, REWARD, RoleSpec
-from hpcrl.config.schema import Config, DataConfig, ModelConfig
+from hpcrl.config.schema import Config, ModelConfig
 from hpcrl.controller.register import Worker
 from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.image_loader import Dataset, ImageLoader
 from hpcrl.data.judge_prompts import JudgePrompts
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sft import SftDataset
-from hpcrl.data.tokenizer import has_tokenizer, load_tokenizer, token_ids
+from hpcrl.data.tokenizer import has_tokenizer, load_tokenizer, token_ids, tokenizer_of
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import check_longest
@@ -27,7 +27,7 @@ from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.model.vision_rules import check_towers, check_vision
 from hpcrl.rewards.manager import check_rewards
 from hpcrl.rewards.registry import check_ground_truth
-from hpcrl.rollout.agent.tools import tool_schemas
+from hpcrl.rollout.agent.tools import data_config
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
@@ -178,20 +178,8 @@ def _check_scorers(inputs: Inputs, config: Config, world: World) -> None:
             inputs.judge.check_rows(dataset)
 
 
-def data_config(config: Config) -> DataConfig:
-    """The section `data`, whose chat template lists the tools."""
-    multi_turn = config.rollout.multi_turn
-    if not multi_turn.enable or multi_turn.function_tool_path is None:
-        return config.data
-    options = {"tools": tool_schemas(multi_turn.function_tool_path)} | config.data.apply_chat_template_kwargs
-    return config.data.model_copy(update={"apply_chat_template_kwargs": options})
-
-
 def read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
-    named = config.model.tokenizer or config.model.path
-    if named is None:
-        raise InputError("model.tokenizer and model.path are null; name a tokenizer directory")
-    tokenizer = load_tokenizer(named)
+    tokenizer = tokenizer_of(config.model)
     shape = shape_with(tokenizer, config.model)
     check_longest(shape, config, "model")
     check_experts(shape, config)

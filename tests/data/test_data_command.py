@@ -258,6 +258,11 @@ def equal_sides(folder: Path) -> None:
     write_parquet(folder / "train.parquet", [preference_row("Which?", "this", "this")] * 3)
 
 
+def with_thoughts(folder: Path) -> None:
+    chat = [{"role": "user", "content": "3*4?"}, {"role": "assistant", "content": "12", "reasoning": "fours"}]
+    write_jsonl(folder / "train.jsonl", [{"messages": chat}] * 2)
+
+
 def one_side(folder: Path) -> None:
     rows = [preference_row("Which?", "this", "this"), preference_row("Why?", "so", "")]
     for row in rows:
@@ -287,6 +292,7 @@ def pointer(folder: Path) -> None:
         ("gsm8k", PUBLISHED["gsm8k_jsonl"][1], ("--val-rows", "2"), "test.jsonl has the validation rows of gsm8k"),
         ("preferences", equal_sides, (), r"none of 3 rows can be used: chosen and rejected are equal \(3\)"),
         ("preferences", one_side, (), "train.jsonl:1: no column 'rejected'"),
+        ("chat", with_thoughts, (), r"used: thoughts or tool calls beside the text in messages \(2\)"),
         ("chat", equal_sides, (), "no column 'messages'; it has prompt, prompt_id, chosen"),
         (
             "countdown",

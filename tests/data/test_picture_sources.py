@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from hpcrl.data.command import main
+from hpcrl import cli
 from hpcrl.data.drawing import COLOURS, SIDE
 from hpcrl.data.prepare import draw_rows
 from hpcrl.data.source import load_source
@@ -177,7 +177,7 @@ def test_check_compares_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for split, path in paths.items():
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[split]), path)
         with pytest.raises(SystemExit) as caught:
-            main(["check", "--train", str(paths["train"]), "--val", str(paths["val"])])
+            cli.main(["data", "check", "--train", str(paths["train"]), "--val", str(paths["val"])])
         return caught.value.code, capsys.readouterr().out
 
     code, printed = check()

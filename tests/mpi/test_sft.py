@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 import runpy
 from functools import partial
 from pathlib import Path
@@ -71,8 +73,8 @@ def start_weights(lab: Lab) -> tuple[str, dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("case", CASES["CASES"])
-def test_loss_and_gradient_are_trls(lab: Lab, case: str) -> None:
-    """One step of SGD at learning rate 1: the weights' difference is the gradient."""
+def test_loss_and_gradient_are_trls(lab: Lab, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One step of SGD at learning rate 1: the weights' difference is the gradient. Rank 0 shows what is trained."""
     from safetensors.numpy import load_file
 
     inputs = CASES["CASES"][case]
@@ -81,7 +83,16 @@ def test_loss_and_gradient_are_trls(lab: Lab, case: str) -> None:
     sgd = {"optimizer": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip_grad": 0.0}
     own = {"batch_size": 4, "total_training_steps": 1, "optim": sgd, "loss_type": inputs["loss_type"]}
     for name, sizes in LAYOUTS[lab.world.size].items():
-        done = run(lab, f"{case}_{name}", {"actor": sizes}, {"path": folder}, {"train_files": files}, own, save_hf=True)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            done = run(
+                lab, f"{case}_{name}", {"actor": sizes}, {"path": folder}, {"train_files": files}, own, save_hf=True
+            )
+        shown = [line for line in map(logging.LogRecord.getMessage, caplog.records) if "tokens are trained" in line]
+        if lab.world.rank == 0:
+            turns = ["5<|eos|>", "9, I think<|eos|>"] if case != "answers" else ["9, I think<|eos|>"]
+            assert re.findall("\u27e6([^\u27e6\u27e7]+)\u27e7", shown[0]) == turns
+        assert len(shown) == (lab.world.rank == 0)
         assert metrics(done)[1]["train/loss"] == pytest.approx(float(RECORDED[f"{case}/loss"]), rel=1e-5)
         exported = done / "checkpoints" / "step_00000001" / "huggingface"
         after = {key: it for path in exported.glob("*.safetensors") for key, it in load_file(path).items()}

@@ -70,7 +70,7 @@ def job_on(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, run: Any 
     config = config_of(**own)
     job = Preference(None, config, Preference.check(config, 1), None)  # type: ignore[arg-type]
     job.inputs = Inputs(SHAPE, tokenizer)
-    job.inputs.pairs["train"] = job.read_pairs(job.inputs, [str(path)], -1)
+    job.inputs.pairs["train"] = job.read_rows([str(path)], tokenizer)
     job.check_answers(job.inputs.pairs["train"])
     job.set_up(run)
     return job

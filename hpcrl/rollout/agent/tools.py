@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
@@ -16,6 +16,9 @@ from pydantic.json_schema import GenerateJsonSchema
 from hpcrl.algorithms.registry import Registry
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.user_code import import_file
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import Config, DataConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -121,6 +124,15 @@ def tool_schemas(path: str) -> list[dict[str, Any]]:
             f"rollout.multi_turn.function_tool_path={path}: {type(error).__name__}: {' '.join(str(error).split())}; "
             "expected a Python file with functions marked @tool"
         ) from None
+
+
+def data_config(config: Config) -> DataConfig:
+    """The section `data`, whose chat template lists the tools."""
+    multi_turn = config.rollout.multi_turn
+    if not multi_turn.enable or multi_turn.function_tool_path is None:
+        return config.data
+    options = {"tools": tool_schemas(multi_turn.function_tool_path)} | config.data.apply_chat_template_kwargs
+    return config.data.model_copy(update={"apply_chat_template_kwargs": options})
 
 
 def described(doc: str) -> tuple[str, dict[str, str]]:

@@ -1,0 +1,125 @@
+"""Which tokens of a row are trained, as text for people."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hpcrl.telemetry.printable import printable
+from hpcrl.telemetry.token_text import TokenText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hpcrl.data.images import ImageProcessor
+
+OPEN, CLOSE = "\u27e6", "\u27e7"  # around trained text; in the text itself they are escaped
+STYLES = {True: "black on green", False: "dim"}
+MOST_CHARACTERS = 1000  # of a stretch of text that are shown
+MOST_STRETCHES = 40
+
+log = logging.getLogger(__name__)
+
+
+class Supervised(NamedTuple):
+    """A sequence of a row. title: what it is. ids: int (T,). mask: whether each token is trained, bool (T,)."""
+
+    title: str
+    ids: np.ndarray
+    mask: np.ndarray
+
+    @classmethod
+    def of(cls, title: str, prompt: np.ndarray, response: np.ndarray, mask: np.ndarray | None = None) -> Supervised:
+        """A prompt, then a response that is trained, all of it or where its mask is 1."""
+        trained = np.ones(len(response), bool) if mask is None else mask.astype(bool)
+        return cls(title, np.concatenate([prompt, response]), np.concatenate([np.zeros(len(prompt), bool), trained]))
+
+
+class Stretch(NamedTuple):
+    """The text of successive tokens, of which all are trained, or none."""
+
+    text: str
+    is_trained: bool
+
+
+class Supervision:
+    """What is trained of a row. images: of a vision-language model, whose placeholders are shown once for a picture."""
+
+    def __init__(
+        self,
+        where: str,
+        sequences: Sequence[Supervised],
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImageProcessor | None = None,
+    ) -> None:
+        self._where, self._sequences = where, sequences
+        self._text = TokenText(getattr(tokenizer, "backend_tokenizer", None))
+        vision = None if images is None else images.vision
+        self._placeholders = [] if vision is None else [vision.image_token_id, vision.video_token_id]
+
+    def stretches(self, sequence: Supervised) -> list[Stretch]:
+        """The text of the tokens, cut where the mask changes."""
+        ids, mask = sequence.ids, sequence.mask
+        kept = ~np.isin(ids, self._placeholders) | np.diff(ids, prepend=-1).astype(bool)
+        pieces = zip(self._text.pieces(ids[kept].tolist()), mask[kept].tolist(), strict=True)
+        groups = itertools.groupby(pieces, key=lambda piece: piece[1])
+        return [Stretch("".join(text for text, _ in group), is_trained) for is_trained, group in groups]
+
+    def bracketed(self, *, full: bool = False) -> str:
+        """Text with brackets around what is trained. full: long texts are not shortened."""
+        escapes = {ord(bracket): f"<U+{ord(bracket):04X}>" for bracket in (OPEN, CLOSE)}
+        lines = []
+        for sequence in self._sequences:
+            parts = [Stretch(printable(text).translate(escapes), it) for text, it in self.stretches(sequence)]
+            texts = [f"{OPEN}{text}{CLOSE}" if it else text for text, it in _shortened(parts, full)]
+            lines += [self._head(sequence, f"in {OPEN}{CLOSE}"), "".join(texts)]
+        return "\n".join(lines).rstrip("\n")
+
+    def coloured(self, *, full: bool = False) -> str | None:
+        """As `bracketed`, with colours; None if the standard output shows none."""
+        if not sys.stdout.isatty():
+            return None
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(highlight=False)
+        if console.color_system is None or console.no_color:
+            return None
+        with console.capture() as capture:
+            for sequence in self._sequences:
+                parts = [Stretch(printable(text), it) for text, it in self.stretches(sequence)]
+                console.print(Text(self._head(sequence, "on green")), soft_wrap=True)
+                texts = [(text, STYLES[it]) for text, it in _shortened(parts, full)]
+                console.print(Text.assemble(*texts), soft_wrap=True)
+        return capture.get().rstrip("\n")
+
+    def log(self) -> None:
+        log.info("%s", self.bracketed(), extra={"coloured": self.coloured()})
+
+    def _head(self, sequence: Supervised, marks: str) -> str:
+        count, num = int(sequence.mask.sum()), len(sequence.ids)
+        trained = f"{count} of {num} tokens are trained, those {marks}" if count else f"none of {num} tokens is trained"
+        return ": ".join([self._where, *([sequence.title] if sequence.title else []), trained])
+
+
+def _shortened(stretches: Sequence[Stretch], full: bool) -> list[Stretch]:
+    """The stretches, without the middle of long ones, and without those in the middle of many."""
+    if full:
+        return list(stretches)
+    shown = [Stretch(_cut(text), is_trained) for text, is_trained in stretches]
+    if len(shown) <= MOST_STRETCHES:
+        return shown
+    half = MOST_STRETCHES // 2
+    left_out = Stretch(f"[... {len(shown) - 2 * half} stretches left out ...]", False)
+    return [*shown[:half], left_out, *shown[-half:]]
+
+
+def _cut(text: str) -> str:
+    half = MOST_CHARACTERS // 2
+    left_out = len(text) - 2 * half
+    return text if left_out <= 0 else f"{text[:half]}[... {left_out} characters left out ...]{text[-half:]}"
