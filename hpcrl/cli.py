@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.sandbox.foreign_text import take_any_text
 
 if TYPE_CHECKING:
     from hpcrl.config.derive import JobDescription, RoleLayouts
@@ -32,6 +33,7 @@ RUN_USAGE = "hpcrl run [JOB.py] CONFIG [key=value ...]"
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    take_any_text()
     if "_ARGCOMPLETE" in os.environ:
         complete()
     if not arguments:

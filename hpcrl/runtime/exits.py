@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpcrl.runtime.launcher import is_first_launched
+from hpcrl.sandbox.foreign_text import writable
 
 DONE = 0
 OTHER = 1
@@ -89,7 +90,7 @@ def one_line(error: BaseException) -> str:
 
 def summary(error: BaseException) -> str:
     """The text of an error in exit.json."""
-    return str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"
+    return writable(str(error) if is_user_error(error) else f"{type(error).__name__}: {error}")
 
 
 def write_exit(

@@ -27,6 +27,7 @@ from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, dupl
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.store import KeyValueStore, StopRequests, connect_store, open_store
 from hpcrl.sandbox import fork_server
+from hpcrl.sandbox.foreign_text import ERRORS
 
 if TYPE_CHECKING:
     import torch
@@ -316,7 +317,7 @@ def abort(
             text = f"hpcrl: rank {rank} failed ({where}): {type(error).__name__}: {error}\n{stack.rstrip()}"
             if run_dir is not None:
                 text += f"\nhpcrl: see {os.path.join(run_dir, 'logs')} and {os.path.join(run_dir, 'exit.json')}"
-        os.write(2, (text + "\n").encode(errors="replace"))
+        os.write(2, (text + "\n").encode(errors=ERRORS))
     flush()
     # Time for the first rank's message to reach the terminal; the others wait longer than the first one.
     time.sleep(SECONDS_TO_REPORT if first else 2 * SECONDS_TO_REPORT)

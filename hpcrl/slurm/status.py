@@ -22,7 +22,7 @@ from hpcrl.runtime.rank_status import heartbeat_path
 from hpcrl.slurm import chain
 from hpcrl.slurm.chain import Link
 from hpcrl.slurm.template import INSIDE_RUN
-from hpcrl.telemetry.printable import printable
+from hpcrl.sandbox.foreign_text import printable
 from hpcrl.telemetry.progress import duration
 from hpcrl.telemetry.runlog import last_rows
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from hpcrl.telemetry.archive import ArchiveError, step_path
-from hpcrl.telemetry.printable import printable
+from hpcrl.sandbox.foreign_text import printable
 from hpcrl.telemetry.samples import StepArchive, read_step_samples, recorded_steps
 from hpcrl.telemetry.token_text import TokenText
 from tests.telemetry.recorded_run import END, byte_level, sentence_piece, word_level, write_config, write_step
