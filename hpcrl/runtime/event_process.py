@@ -170,7 +170,9 @@ class Runner:
 
     def _start(self, pending: Pending) -> None:
         line = json.dumps(pending.event, default=str)
-        self._log.write(f"{time.strftime('%F %T')} {pending.event['message']}: {pending.command}\n".encode(errors=ERRORS))
+        self._log.write(
+            f"{time.strftime('%F %T')} {pending.event['message']}: {pending.command}\n".encode(errors=ERRORS)
+        )
         try:
             process = subprocess.Popen(
                 shlex.split(pending.command),
@@ -206,7 +208,9 @@ class Runner:
             file.write(json.dumps(row) + "\n")
         if problem is None:
             return
-        line = f"job.on_event: {pending.command} on {event['event']}, step {event['step']}: {problem}\n".encode(errors=ERRORS)
+        line = f"job.on_event: {pending.command} on {event['event']}, step {event['step']}: {problem}\n".encode(
+            errors=ERRORS
+        )
         self._log.write(line)
         try:
             os.write(self._results, line[:MOST_BYTES])
