@@ -1,7 +1,7 @@
 """Text of models, of users and of their files, made safe for files and terminals.
 
-It may hold surrogates without the other half, which no encoding has: JSON can write them, and a file name of other bytes
-than UTF-8 has them.
+It may hold surrogates without the other half, which no encoding has: JSON can write them, and the name of a file whose
+bytes are not UTF-8 has them.
 """
 
 from __future__ import annotations

@@ -145,7 +145,8 @@ class RolloutLog(RecordLog):
         """Add one sample.
 
         tokens: column -> (length,) array, one dtype per column. samples: name -> number or string; the integer
-        `position` is the sample's place in the step's file. NUL in strings, which HDF5 does not support, becomes U+2400.
+        `position` is the sample's place in the step's file. NUL in strings, which HDF5 does not support, becomes
+        U+2400.
         """
         if "position" not in samples:
             raise ValueError("a sample needs an integer `position`, its place in the step's file")

@@ -114,8 +114,8 @@ class ScorerWorker(Worker):
     )
     def score(self, batch: DataProto) -> DataProto:
         """Scores of whole responses, placed on their last token. Per sample: `score`, float32; `acc`, float32, the
-        scorer's, else its score, and NaN where scoring failed; `extras`, what else the scorer returned, {} where scoring
-        failed.
+        scorer's, else its score, and NaN where scoring failed; `extras`, what else the scorer returned, {} where
+        scoring failed.
 
         A reward model's `rm_score` and a judge's `judge_score` are added: score = rule_weight * rule + the sum of
         weight * score over the two. Then the extras hold all parts, as `rule_score`, `rm_score` and `judge_score`;

@@ -66,7 +66,8 @@ def test_many_prompts_in_a_row_that_are_dropped_end_the_job() -> None:
         dropped.check(scores(8, 8), none)
     expected = (
         "of the last 7 prompts none has samples that differ in 'steps' (no number in 8 samples, 2 in 6 samples), so "
-        "algorithm.filter_groups dropped all of them; use easier or harder prompts, a larger rollout.n or another metric"
+        "algorithm.filter_groups dropped all of them; use easier or harder prompts, a larger rollout.n or "
+        "another metric"
     )
     with pytest.raises(InputError, match=f"^{re.escape(expected)}"):
         dropped.check(scores(8, 0, length=2.0), none)
