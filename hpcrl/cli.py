@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 import hpcrl
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.sandbox.foreign_text import take_any_text
 
 if TYPE_CHECKING:
     from hpcrl.config.derive import JobDescription, RoleLayouts
@@ -33,6 +34,7 @@ RUN_USAGE = "hpcrl run [JOB.py] CONFIG [key=value ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
+    take_any_text()
     with exits.one_line_if_interrupted(), exits.quiet_if_reader_leaves():
         dispatch(list(sys.argv[1:] if argv is None else argv))
     sys.exit(exits.DONE)  # the reader has left

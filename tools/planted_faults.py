@@ -530,7 +530,7 @@ FAULTS = [
     Fault(
         "terminal-text",
         "text of models reaches a terminal without what a terminal acts on",
-        "telemetry/printable.py",
+        "sandbox/foreign_text.py",
         "text = _SUSPECT.sub(_shown, text)",
         "text = str(text)",
         0,

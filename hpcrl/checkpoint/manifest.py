@@ -268,7 +268,7 @@ def write_file(
 def _scratch_path(scratch: str, target: Path) -> Path:
     """Return one path for all checkpoints of a run, so that leftovers of a killed attempt are replaced."""
     run, role = str(target.parents[2]), target.parent.name
-    key = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
+    key = hashlib.blake2b(os.fsencode(run), digest_size=8).hexdigest()
     return Path(expanded(scratch)) / f"hpcrl_{key}_{role}_{target.name}"
 
 

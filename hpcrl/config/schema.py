@@ -766,6 +766,9 @@ class FilterGroupsConfig(Section):
     enable: bool = Field(False, description="drop prompts whose samples all score the same, and draw others (DAPO)")
     metric: str = Field("reward", description="what must differ: reward, score, acc, or a key that the scorer returns")
     max_num_gen_batches: NonNegativeInt = Field(0, description="generations per step at most; 0: any number")
+    max_dropped_prompts: NonNegativeInt = Field(
+        2000, description="the job ends once so many prompts in a row are dropped and none is kept; 0: it continues"
+    )
     max_inflight_gen_batches: PositiveInt = Field(
         1, description="verl's key, without effect here: generations come one after another"
     )

@@ -30,9 +30,9 @@ class StepReport:
     step: int  # from 1
     rows: np.ndarray  # int64, row in the dataset
     epochs: np.ndarray  # int64, number of earlier draws of the row
-    mean_score: np.ndarray  # float64, over the prompt's samples
+    mean_score: np.ndarray  # float64, over the prompt's samples; a failed score is 0
     std_score: np.ndarray  # float64, population
-    mean_acc: np.ndarray  # float64, over the samples that have one; NaN if none has
+    mean_acc: np.ndarray  # float64, of the scorer's acc, else its score, where scoring did not fail; NaN if all failed
     mean_response_length: np.ndarray  # float64, in tokens
 
 
@@ -154,7 +154,7 @@ class DifficultyCurriculum(AbstractCurriculumSampler):
     """Prefers prompts that are solved about half of the time, where a group's rewards vary most.
 
     A prompt is drawn, without replacement in one draw, with a weight of 4 p (1 - p), at least 0.05: p is a moving
-    average of its accuracy (without one: its score, clipped to [0, 1]), and 1/2 for a prompt that was never drawn.
+    average of its accuracy (without one: its score), clipped to [0, 1], and 1/2 for a prompt that was never scored.
     """
 
     FLOOR = 0.05
@@ -178,8 +178,8 @@ class DifficultyCurriculum(AbstractCurriculumSampler):
         return np.concatenate(rows)
 
     def update(self, report: StepReport) -> None:
-        found = np.where(np.isnan(report.mean_acc), report.mean_score, report.mean_acc).clip(0, 1)
-        for row, value in zip(report.rows.tolist(), found.tolist(), strict=True):
+        scored = ~np.isnan(report.mean_acc)
+        for row, value in zip(report.rows[scored].tolist(), report.mean_acc[scored].clip(0, 1).tolist(), strict=True):
             before = self.solved[row]
             self.solved[row] = value if np.isnan(before) else (1 - self.NEW) * before + self.NEW * value
 

@@ -26,6 +26,7 @@ from hpcrl.data.source import Dropped, FileSource, Source, SyntheticSource
 from hpcrl.data.source_files import find_files, read_rows, sha256, summary
 from hpcrl.data.split import RowCollector, Split, hold_out
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_text import writable
 
 SPLITS = ("train", "val")
 DESCRIPTION = "dataset.json"
@@ -196,7 +197,7 @@ def write(
             "examples": dataset.examples,
         },
     }
-    text = json.dumps(description, indent=1, ensure_ascii=False) + "\n"
+    text = writable(json.dumps(description, indent=1, ensure_ascii=False)) + "\n"
     (out / f".{DESCRIPTION}.tmp").write_text(text, encoding="utf-8")
     os.replace(out / f".{DESCRIPTION}.tmp", out / DESCRIPTION)
     return description

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_text import writable
 
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World
@@ -314,5 +315,5 @@ def short_names(paths: Sequence[str]) -> list[str]:
         others = [other for other in parts if other != path]
         while depth < len(path) and any(other[-depth:] == path[-depth:] for other in others):
             depth += 1
-        names.append("/".join(path[-depth:]))
+        names.append(writable("/".join(path[-depth:])))
     return [name if name not in names[:i] else f"{name}#{names[:i].count(name) + 1}" for i, name in enumerate(names)]

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpcrl.sandbox.foreign_text import ERRORS
+
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "dom.js", "charts.js", "runs.js", "samples.js", "main.js")
@@ -39,7 +41,7 @@ def render(data: Mapping[str, Any], title: str) -> bytes:
     }
     pieces = re.split(r"\{\{(\w+)\}\}", (ASSETS / "page.html").read_text(encoding="utf-8"))
     pieces[1::2] = [parts[name] for name in pieces[1::2]]
-    return "".join(pieces).encode("utf-8", errors="replace")
+    return "".join(pieces).encode("utf-8", errors=ERRORS)
 
 
 def json_in_html(data: Any) -> str:

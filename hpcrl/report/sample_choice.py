@@ -20,6 +20,7 @@ import h5py
 import numpy as np
 
 from hpcrl.report.charts import evenly_spaced, number
+from hpcrl.sandbox.foreign_text import ERRORS
 from hpcrl.telemetry.archive import ArchiveError, step_path
 from hpcrl.telemetry.rank_logs import shorten
 from hpcrl.telemetry.samples import FOLDER, Sample, read_step_samples, recorded_steps
@@ -176,8 +177,8 @@ class SampleChoice:
         for row, sample in zip(chosen, found, strict=True):
             prompt = shorten(sample.prompt, LONGEST_PROMPT)
             entry = {"row": row, "why": [rows[row]], "key": prompt_of(sample.uid)} | packed(sample)
-            size = len(json.dumps(entry, ensure_ascii=False).encode(errors="replace"))
-            size += 0 if prompt in self._prompts else len(prompt.encode(errors="replace"))
+            size = len(json.dumps(entry, ensure_ascii=False).encode(errors=ERRORS))
+            size += 0 if prompt in self._prompts else len(prompt.encode(errors=ERRORS))
             if self._left - size <= floor:
                 return False
             self._left -= size
@@ -264,8 +265,8 @@ def _fitting(lengths: Sequence[int], characters: int) -> int:
 
 
 def _utf16_length(text: str) -> int:
-    """Characters as JavaScript counts them; unpaired surrogates are written as `?`."""
-    return len(text) if text.isascii() else len(text.encode("utf-16-le", errors="replace")) // 2
+    """Characters as JavaScript counts them."""
+    return len(text) if text.isascii() else len(text.encode("utf-16-le", errors="surrogatepass")) // 2
 
 
 def _parts(parts: Mapping[str, Any]) -> list[list[Any]]:

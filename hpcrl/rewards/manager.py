@@ -72,6 +72,20 @@ class ScoreRequest:
     response_length: int = 0
 
 
+class Scores(NamedTuple):
+    """The scores of some responses.
+
+    score: float32 (N,), 0 if scoring failed. acc: float32 (N,), the scorer's `acc`, else its score; NaN if scoring
+    failed. extras: other values that the scorer returned, `acc` too, {} if it failed. counts: number of failed scores,
+    `reward/timeouts`, `reward/crashes`, `reward/errors`.
+    """
+
+    score: np.ndarray
+    acc: np.ndarray
+    extras: list[dict[str, float | str]]
+    counts: dict[str, float]
+
+
 class RewardManagerEntry(NamedTuple):
     name: str
     function: type[RewardManager]
@@ -114,6 +128,7 @@ class RewardManager:
         """params: an instance of the manager's parameter dataclass. max_response_length: tokens. log_path: file for
         what scorers print; None drops it."""
         self.params = params
+        self._returns: defaultdict[str, set[bool]] = defaultdict(set)  # data source -> whether results have an acc
         self._requests: defaultdict[Hashable, deque[tuple[ScoreRequest, int | None]]] = defaultdict(deque)
         self._pool = self.make_pool(cfg, log_path)
 
@@ -152,12 +167,8 @@ class RewardManager:
         """Send queued responses to free processes. Does not wait."""
         self._pool.pump()
 
-    def collect(self, keys: Iterable[Hashable]) -> tuple[np.ndarray, list[dict[str, float | str]], dict[str, float]]:
-        """Wait for the scores of submitted responses; returns (scores, extras, counts) in the order of `keys`.
-
-        scores: float32 (N,), 0 if scoring failed. extras: other values that the scorer returned, {} if it failed.
-        counts: number of failed scores, `reward/timeouts`, `reward/crashes`, `reward/errors`.
-        """
+    def collect(self, keys: Iterable[Hashable]) -> Scores:
+        """Wait for the scores of submitted responses, and return them in the order of `keys`."""
         found = [self._take(key) for key in keys]
         requests = [request for request, _ in found]
         if self.is_batched:
@@ -168,14 +179,16 @@ class RewardManager:
         results: list[dict[str, Any]] = [
             outcome.result if outcome.fate == "ok" else {"score": 0.0} for outcome in outcomes
         ]
-        for outcome, request, result in zip(outcomes, requests, results, strict=True):
+        acc = np.full(len(results), np.nan, np.float32)
+        for index, (outcome, request, result) in enumerate(zip(outcomes, requests, results, strict=True)):
             if outcome.fate == "ok":
+                acc[index] = self._accuracy(result, request)
                 self.shape(result, request)
         scores = np.array([result.pop("score") for result in results], dtype=np.float32)
         counts = {f"reward/{fate}": float(sum(outcome.fate == fate for outcome in outcomes)) for fate in FATES}
-        return scores, results, counts
+        return Scores(scores, acc, results, counts)
 
-    def score(self, items: Sequence[ScoreRequest]) -> tuple[np.ndarray, list[dict[str, float | str]], dict[str, float]]:
+    def score(self, items: Sequence[ScoreRequest]) -> Scores:
         """Submit and collect."""
         keys = [object() for _ in items]
         for key, item in zip(keys, items, strict=True):
@@ -185,6 +198,20 @@ class RewardManager:
     def close(self) -> None:
         """Kill the scoring processes. May be called twice."""
         self._pool.close()
+
+    def _accuracy(self, result: Mapping[str, Any], request: ScoreRequest) -> float:
+        """The result's `acc`, else its score. Logs once if a data source has results with and without one."""
+        source, given = request.data_source, has_acc(result)
+        known = self._returns[source]
+        if given not in known:
+            known.add(given)
+            if len(known) == 2:
+                log.warning(
+                    "reward: of data_source %r some results have an `acc` (a number without a dict is its own) and "
+                    "some have none; their score is taken as their acc: return acc in all results, or in none",
+                    source,
+                )
+        return float(result["acc"] if given else result["score"])
 
     def _take(self, key: Hashable) -> tuple[ScoreRequest, int | None]:
         waiting = self._requests[key]
@@ -341,11 +368,18 @@ def source_of(cfg: Scoring, *, is_batched: bool = False, at_once: int | None = N
     )
 
 
-def numbers_of(
-    samples: Mapping[str, np.ndarray], key: str, setting: str, missing: float = 0.0, required: bool = True
-) -> np.ndarray:
-    """float64 (N,): `score`, or what the scorer returned under `key`; `missing` where a sample has no such number, for
-    example because its scoring failed.
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and value == value
+
+
+def has_acc(result: Mapping[str, Any]) -> bool:
+    """Whether a scorer's result, or its extras, have an accuracy."""
+    return is_number(result.get("acc"))
+
+
+def numbers_of(samples: Mapping[str, np.ndarray], key: str, setting: str, *, required: bool = True) -> np.ndarray:
+    """float64 (N,): `score`, or what the scorer returned under `key`; NaN where a sample has no such number, for
+    example because its scoring failed. Without an `acc`, the score is the accuracy (`Scores`).
 
     InputError where no sample has one and that is `required`; `setting` is what names the key in the template.
     """
@@ -353,14 +387,18 @@ def numbers_of(
         return samples["score"].astype(np.float64)
     extras = samples["extras"].tolist()
     found = [extra.get(key) for extra in extras]
-    is_number = [isinstance(value, (int, float)) and value == value for value in found]
-    if required and not any(is_number):
+    given = np.array([is_number(value) for value in found], bool)
+    if required and not given.any():
         seen = sorted({name for extra in extras for name in extra})
         raise InputError(
             f"{setting} names {key!r}, and no sample has a number with this name; the scorer returns "
             f"{', '.join(['score', *seen])}"
         )
-    return np.array([value if number else missing for value, number in zip(found, is_number, strict=True)], np.float64)
+    numbers = np.array([value if here else np.nan for value, here in zip(found, given, strict=True)], np.float64)
+    if key == "acc":
+        taken = ~given & ~np.isnan(samples["acc"])
+        numbers[taken] = samples["acc"][taken]
+    return numbers
 
 
 def custom_function(cfg: Scoring) -> tuple[str, str]:

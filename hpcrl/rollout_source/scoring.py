@@ -39,7 +39,7 @@ def metric_values(samples: Mapping[str, np.ndarray], metric: str, *, required: b
     Raises InputError if no sample has one and it is `required`.
     """
     key = "score" if metric in ("reward", "seq_reward", "seq_final_reward") else metric
-    return numbers_of(samples, key, "algorithm.filter_groups.metric", np.nan, required)
+    return numbers_of(samples, key, "algorithm.filter_groups.metric", required=required)
 
 
 def numbered(batch: DataProto, step: int) -> DataProto:
@@ -84,6 +84,9 @@ def failed_scores(batch: DataProto) -> dict[str, int]:
     return {name: int(counts[name]) for fate in FATES if (name := f"reward/{fate}") in counts}
 
 
+MOST_SHOWN = 5  # values of a metric in an error
+
+
 class FirstSamples:
     """Ends the job early if every score of the first samples failed. These are as many samples as a step has, or as are
     scored at once if that is more. Later ones may all fail, because a scoring service may be down for a while."""
@@ -117,3 +120,38 @@ class FirstSamples:
         self.num_without_metric += len(batch)
         values = metric_values(batch.samples, self.metric, required=self.num_without_metric >= self.size)
         self.has_metric = not np.isnan(values).all()
+
+
+class DroppedPrompts:
+    """Ends the job if filter_groups keeps none of many prompts in a row. Prompts with a failed score do not count,
+    because a scoring service may be down for a while."""
+
+    def __init__(self, config: Config) -> None:
+        filtering = config.algorithm.filter_groups
+        self.metric, self.most = filtering.metric, filtering.max_dropped_prompts
+        self._start()
+
+    def _start(self) -> None:
+        self.count = 0  # prompts since the last one that was kept
+        self.values: Counter[float | None] = Counter()  # of their samples; None: no number
+
+    def check(self, batch: DataProto, kept: np.ndarray) -> None:
+        """Count the prompts of a filtered batch; `kept`: bool (N,). Raises InputError if there are too many."""
+        if kept.any():
+            self._start()
+            return
+        samples = batch.samples
+        is_scored = ~np.isin(samples["prompt"], samples["prompt"][np.isnan(samples["acc"])])
+        self.count += len(np.unique(samples["prompt"][is_scored]))
+        values = metric_values(samples, self.metric, required=False)[is_scored]
+        self.values.update(None if np.isnan(value) else value for value in values.tolist())
+        if 0 < self.most <= self.count:
+            shown = ", ".join(
+                f"{'no number' if value is None else f'{value:g}'} in {count} samples"
+                for value, count in self.values.most_common(MOST_SHOWN)
+            )
+            raise InputError(
+                f"of the last {self.count} prompts none has samples that differ in {self.metric!r} ({shown}), so "
+                "algorithm.filter_groups dropped all of them; use easier or harder prompts, a larger rollout.n or "
+                "another metric, or raise algorithm.filter_groups.max_dropped_prompts (0: continue without an end)"
+            )

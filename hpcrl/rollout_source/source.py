@@ -21,7 +21,7 @@ from hpcrl.data.curriculum import StepReport
 from hpcrl.data.sampler import Sampler
 from hpcrl.rewards.manager import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.rollout_source.scoring import FirstSamples, differing, num_prompts, numbered
+from hpcrl.rollout_source.scoring import DroppedPrompts, FirstSamples, differing, metric_values, num_prompts, numbered
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.archive import finish_step, read_samples, step_path
 from hpcrl.telemetry.progress import PhaseTimers
@@ -208,12 +208,17 @@ class SamplePool:
         self.surplus: DataProto | None = None
         self.counts = Counts()
         self.first_samples = FirstSamples(context.config)
+        self.dropped = DroppedPrompts(context.config)
+        self._incomplete: set[str] = set()  # values of the scorer that some results lack, as a warning has said
         self._sampler_state()
 
     def filtered(self, batch: DataProto, found: Gathering) -> DataProto:
         """The prompts whose samples differ in the metric of filter_groups; counts the other samples in `found`."""
         self.first_samples.check_metric(batch)
-        kept = differing(batch, self.context.config.algorithm.filter_groups.metric)
+        metric = self.context.config.algorithm.filter_groups.metric
+        self._warn_of_gaps(batch, metric_values(batch.samples, metric, required=False), metric, "does not count")
+        kept = differing(batch, metric)
+        self.dropped.check(batch, kept)
         found.num_evicted += int((~kept).sum())
         return batch[kept]
 
@@ -223,13 +228,25 @@ class SamplePool:
         keys = config.algorithm.gdpo_reward_keys
         if keys:
             parts = [numbers_of(batch.samples, key, "algorithm.gdpo_reward_keys") for key in keys]
-            batch.samples["reward_components"] = np.stack(parts, axis=1).astype(np.float32)
+            for key, part in zip(keys, parts, strict=True):
+                self._warn_of_gaps(batch, part, key, "is 0")
+            batch.samples["reward_components"] = np.nan_to_num(np.stack(parts, axis=1)).astype(np.float32)
         if derived.needs_reward_baseline and "reward_baseline" not in batch.samples:
             raise InputError(
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the score of a greedy response "
                 "to each prompt, and the recording in trainer.rollouts_from has none; record a run of that estimator"
             )
         return batch
+
+    def _warn_of_gaps(self, batch: DataProto, values: np.ndarray, key: str, there: str) -> None:
+        """Log once for each key if samples whose scoring has not failed have no number, which are NaN in `values`."""
+        without = int((np.isnan(values) & ~np.isnan(batch.samples["acc"])).sum())
+        if without and key not in self._incomplete:
+            self._incomplete.add(key)
+            log.warning(
+                "reward: %d of %d results have no number %r, which %s there: return it in all results",
+                *(without, len(batch), key, there),
+            )
 
     def metrics_of(self, step: int, batch: DataProto, found: Gathering) -> dict[str, float]:
         config = self.context.config

@@ -245,8 +245,7 @@ class GenerationFile:
 
     def append(self, lines: list[str]) -> None:
         """Append lines; when this returns, they survive a kill."""
-        # A lone surrogate, which UTF-8 lacks, becomes JSON's own way of writing it.
-        self._file.write("".join(lines).encode("utf-8", "backslashreplace"))
+        self._file.write("".join(lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
 

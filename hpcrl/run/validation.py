@@ -22,6 +22,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config, ValKwargs
 from hpcrl.controller.controller import Controller
 from hpcrl.data.tokenizer import end_token_ids
+from hpcrl.rewards.manager import has_acc
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.scoring import failed_scores, score
 from hpcrl.telemetry.writer import generations_table, write_generations
@@ -261,6 +262,7 @@ class Validator:
             shown = shown_rows(self.text_rank, way.n, self.num_shown)
             batch = self._sample(way, shown)
             sources, uids = (np.repeat(column, way.n).tolist() for column in (self.sources, self.rows))
+            batch.samples["acc"] = reported_acc(batch.samples, sources)
             found = metric_tags(validation_metrics(sources, uids, variables_of(batch.samples)))
             found[f"val-aux/response_length/mean@{way.n}"] = float(batch.samples["response_length"].mean())
             if "num_turns" in batch.samples:
@@ -330,6 +332,12 @@ def shown_rows(text_rank: np.ndarray, n: int, count: int) -> list[int]:
     order = np.argsort(np.repeat(text_rank, n), kind="stable").tolist()
     np.random.RandomState(SEED).shuffle(order)
     return order[:count]
+
+
+def reported_acc(samples: Mapping[str, np.ndarray], sources: Sequence[str]) -> np.ndarray:
+    """float32 (N,): `acc` of the data sources whose scorer returns one, NaN for the others."""
+    given = {source for source, extra in zip(sources, samples["extras"], strict=True) if has_acc(extra)}
+    return np.where([source in given for source in sources], samples["acc"], np.float32(np.nan))
 
 
 def variables_of(samples: Mapping[str, np.ndarray]) -> Variables:

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from hpcrl.sandbox.foreign_text import ERRORS, writable
 from hpcrl.sandbox.process_tree import STOP_SIGNALS
 
 LOG, RECORD = "logs/events.log", "logs/events.jsonl"  # output of the commands; a line for each that has run
@@ -150,7 +151,7 @@ class Runner:
             **self._facts,
             **message,
         }
-        event["message"] = sentence(event)
+        event["message"] = writable(sentence(event))
         is_end = event["event"] not in CONTINUES
         for number, command in enumerate(settings.commands, 1):
             self._queue.append(Pending(command, event, is_end and number == len(settings.commands)))
@@ -169,7 +170,9 @@ class Runner:
 
     def _start(self, pending: Pending) -> None:
         line = json.dumps(pending.event, default=str)
-        self._log.write(f"{time.strftime('%F %T')} {pending.event['message']}: {pending.command}\n".encode())
+        self._log.write(
+            f"{time.strftime('%F %T')} {pending.event['message']}: {pending.command}\n".encode(errors=ERRORS)
+        )
         try:
             process = subprocess.Popen(
                 shlex.split(pending.command),
@@ -205,7 +208,9 @@ class Runner:
             file.write(json.dumps(row) + "\n")
         if problem is None:
             return
-        line = f"job.on_event: {pending.command} on {event['event']}, step {event['step']}: {problem}\n".encode()
+        line = f"job.on_event: {pending.command} on {event['event']}, step {event['step']}: {problem}\n".encode(
+            errors=ERRORS
+        )
         self._log.write(line)
         try:
             os.write(self._results, line[:MOST_BYTES])

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from hpcrl.runtime.launcher import is_first_launched, launched_rank
 from hpcrl.sandbox import fork_server
+from hpcrl.sandbox.foreign_text import writable
 
 DONE = 0
 OTHER = 1
@@ -121,7 +122,7 @@ def folded(error: BaseException) -> str:
 
 def summary(error: BaseException) -> str:
     """The text of an error in exit.json."""
-    return str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"
+    return writable(str(error) if is_user_error(error) else f"{type(error).__name__}: {error}")
 
 
 def write_exit(

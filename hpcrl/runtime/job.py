@@ -32,6 +32,7 @@ from hpcrl.runtime.world import (
     start_torch,
 )
 from hpcrl.sandbox import fork_server
+from hpcrl.sandbox.foreign_text import ERRORS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -215,7 +216,7 @@ def start_logging(run_dir: str | os.PathLike[str], rank: int) -> None:
     """Log everything, including warnings, to `<run_dir>/logs/rank_%05d.log`; rank 0 also prints hpcrl's lines."""
     folder = Path(run_dir) / "logs"
     folder.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(folder / f"rank_{rank:05d}.log", encoding="utf-8")
+    file = logging.FileHandler(folder / f"rank_{rank:05d}.log", encoding="utf-8", errors=ERRORS)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.root.addHandler(file)
     logging.root.setLevel(logging.INFO)

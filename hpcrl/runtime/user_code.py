@@ -22,7 +22,7 @@ def import_file(path: str | os.PathLike[str]) -> ModuleType:
     Raises ImportError if there is no such file, and any exception of the file itself.
     """
     file = os.path.realpath(path)
-    name = f"{PREFIX}{blake2b(file.encode(), digest_size=8).hexdigest()}"
+    name = f"{PREFIX}{blake2b(os.fsencode(file), digest_size=8).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
     if not os.path.isfile(file):

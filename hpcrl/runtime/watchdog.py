@@ -20,6 +20,7 @@ from hpcrl.runtime import exits, rank_status
 from hpcrl.runtime.launcher import format_spans, node_name
 from hpcrl.runtime.mpi import wait_time
 from hpcrl.runtime.rank_status import Heartbeat, Peers, PeerStatus, RankStatus
+from hpcrl.sandbox.foreign_text import ERRORS, writable
 
 LONGEST_STACKS = 20_000  # characters of one rank's stack traces in the report
 
@@ -400,13 +401,13 @@ class Watchdog:
         target = self._run_dir / "verdict.md"
         try:
             text = render(diagnosis, stacks, os.environ, time.ctime(), slow)
-            target.write_text(text, encoding="utf-8")
+            target.write_text(writable(text), encoding="utf-8")
         except OSError as error:
             log.error("cannot write %s: %s", target, error.strerror)
         rank = diagnosis.culprits[0] if diagnosis.is_clear else None
         exits.write_exit(self._run_dir, exits.HANG, rank, role, phase, diagnosis.sentence)
         log.error("%s", diagnosis.sentence)
-        os.write(2, f"hpcrl: hang: {diagnosis.sentence}; see {target}\n".encode(errors="replace"))
+        os.write(2, f"hpcrl: hang: {diagnosis.sentence}; see {target}\n".encode(errors=ERRORS))
         self._report_state = WRITTEN
         self.publish()
         exits.leave(exits.HANG, has_reported=True)

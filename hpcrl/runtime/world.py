@@ -28,6 +28,7 @@ from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.stop_requests import StopRequests
 from hpcrl.runtime.store import KeyValueStore, connect_store, open_store
 from hpcrl.sandbox import fork_server
+from hpcrl.sandbox.foreign_text import ERRORS
 
 if TYPE_CHECKING:
     import torch
@@ -320,7 +321,7 @@ def abort(
             text = f"hpcrl: rank {rank} failed ({where}): {type(error).__name__}: {error}\n{stack.rstrip()}"
             if run_dir is not None:
                 text += f"\nhpcrl: see {os.path.join(run_dir, 'logs')} and {os.path.join(run_dir, 'exit.json')}"
-        os.write(2, (text + "\n").encode(errors="replace"))
+        os.write(2, (text + "\n").encode(errors=ERRORS))
     flush()
     # Time for the first rank's message to reach the terminal; the others wait longer than the first one.
     time.sleep(exits.SECONDS_TO_REPORT if first else 2 * exits.SECONDS_TO_REPORT)

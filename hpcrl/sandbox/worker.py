@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from hpcrl.sandbox import process_tree
+from hpcrl.sandbox.foreign_text import ERRORS
 from hpcrl.sandbox.isolation import remove_folder
 
 TICK_SECONDS = 0.2  # between two counts of the processes
@@ -98,6 +99,11 @@ def _redirect_output(writer: int) -> None:
     for number, file in enumerate((nothing, writer, writer)):
         os.dup2(file, number)
     os.close(nothing)
+    _open_stream(1, "stdout")  # with an encoding that takes what a scorer prints
+
+
+def _open_stream(number: int, name: str) -> None:
+    setattr(sys, name, open(number, "w", encoding="utf-8", errors=ERRORS, closefd=False))
 
 
 def _close_all_but(kept: tuple[int, ...]) -> None:
@@ -182,7 +188,7 @@ class Surroundings:
             os.dup2(kept, number)
         for number, name in ((1, "stdout"), (2, "stderr")):
             if getattr(sys, name).closed:
-                setattr(sys, name, open(number, "w", encoding="utf-8", errors="replace", closefd=False))
+                _open_stream(number, name)
 
 
 def address_space_mb() -> float:

@@ -19,10 +19,10 @@ from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.runtime.json_file import read_json
 from hpcrl.runtime.rank_status import FOLDER as HEARTBEATS
 from hpcrl.runtime.rank_status import heartbeat_path
+from hpcrl.sandbox.foreign_text import printable
 from hpcrl.slurm import chain
 from hpcrl.slurm.chain import Link
 from hpcrl.slurm.template import INSIDE_RUN
-from hpcrl.telemetry.printable import printable
 from hpcrl.telemetry.progress import duration
 from hpcrl.telemetry.runlog import last_rows
 

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgpack
 import numpy as np
 
+from hpcrl.sandbox.foreign_text import ERRORS
+
 if TYPE_CHECKING:
     import h5py
 
@@ -49,7 +51,7 @@ class RecordLog:
             self._file.truncate(max((end for _, end in whole_records(path)), default=0))
 
     def append(self, record: Record) -> None:
-        payload = msgpack.packb(record)
+        payload = msgpack.packb(record, unicode_errors=ERRORS)
         self._file.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
         self._file.flush()
 
@@ -143,8 +145,8 @@ class RolloutLog(RecordLog):
         """Add one sample.
 
         tokens: column -> (length,) array, one dtype per column. samples: name -> number or string; the integer
-        `position` is the sample's place in the step's file. NUL and unpaired surrogates in strings, which HDF5 does not
-        support, become U+2400 and `?`.
+        `position` is the sample's place in the step's file. NUL in strings, which HDF5 does not support, becomes
+        U+2400.
         """
         if "position" not in samples:
             raise ValueError("a sample needs an integer `position`, its place in the step's file")
@@ -156,7 +158,7 @@ def _plain(value: Any) -> Scalar:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str):
-        return value.replace("\0", "\u2400").encode("utf-8", errors="replace").decode("utf-8")
+        return value.replace("\0", "\u2400")
     if isinstance(value, (bool, int, float)):
         return value
     raise ValueError(f"a sample holds numbers and strings, not {type(value).__name__}")

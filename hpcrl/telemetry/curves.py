@@ -17,6 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from hpcrl.sandbox.foreign_text import take_any_text
 from hpcrl.telemetry.runlog import RunError, RunLog, choose_keys, read_runs
 from hpcrl.telemetry.seeds import SeedMean, over_seeds
 
@@ -31,6 +32,7 @@ Panel = Callable[[Axes, list[RunLog]], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    take_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m hpcrl.telemetry.curves",
         description="Draw reward, validation accuracy, KL, entropy, response length and seconds per phase.",

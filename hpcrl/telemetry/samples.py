@@ -24,7 +24,7 @@ TOKENS = {  # field -> column of the archive, of values per response token
     "old_log_probs": "old_log_probs",
     "entropies": "entropies",
 }
-SCORES = ("acc", "rm_score", "judge_score", "reward_baseline")  # columns besides `score`, in `parts`
+SCORES = ("rm_score", "judge_score", "reward_baseline")  # columns besides `score`, in `parts`
 _STEP = re.compile(r"step_(\d{8,})\.h5")
 
 

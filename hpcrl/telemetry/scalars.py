@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
+from hpcrl.sandbox.foreign_text import take_any_text
 from hpcrl.telemetry.runlog import RunError, RunLog, choose_keys, read_runs
 
 STATISTICS = ("first", "last", "min", "max", "mean10")
@@ -19,6 +20,7 @@ Show = Callable[[float], str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    take_any_text()
     options = _parser().parse_args(arguments)
     try:
         if options.every is not None and options.every < 1:

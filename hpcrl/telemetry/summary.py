@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 
+from hpcrl.sandbox.foreign_text import take_any_text
 from hpcrl.telemetry.progress import duration
 from hpcrl.telemetry.runlog import RunError, RunLog, read_run
 from hpcrl.telemetry.scalars import Table, layout, number
@@ -18,6 +19,7 @@ VALIDATION = "val-core/"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    take_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m hpcrl.telemetry.summary", description="Summarise a run: validation metrics and time per phase."
     )

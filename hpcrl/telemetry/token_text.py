@@ -114,8 +114,11 @@ def read_config(run: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        found = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader=loader)
+        text = (run / "config.yaml").read_text(encoding="utf-8")
+        try:
+            found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except yaml.YAMLError:  # libyaml, which is fast, rejects the escape of an unpaired surrogate
+            found = yaml.load(text, Loader=yaml.SafeLoader)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrl.sandbox.foreign_text import writable
 from hpcrl.telemetry.trackers import Row, Status, TrackedRun
 
 FOLDER = "mlflow"
@@ -60,7 +61,7 @@ class MlflowTracker:
             return last
         for run in found:
             self._client.delete_run(run.info.run_id)
-        tags = {ID_TAG: self._tracked.id, "mlflow.source.name": str(self._tracked.folder)}
+        tags = {ID_TAG: self._tracked.id, "mlflow.source.name": writable(str(self._tracked.folder))}
         made = self._client.create_run(experiment, tags=tags, run_name=self._tracked.name)
         self._run_id = made.info.run_id
         params = [Param(key, value) for key, value in parameters.items()]

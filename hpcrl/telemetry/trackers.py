@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from hpcrl.sandbox import fork_server, process_tree
+from hpcrl.sandbox.foreign_text import ERRORS, writable
 from hpcrl.sandbox.worker import describe
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def run_id(folder: Path) -> str:
     path = folder / ID_FILE
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    made = blake2b(f"{os.uname().nodename}:{folder}:{time.time_ns()}".encode(), digest_size=8).hexdigest()
+    made = blake2b(f"{os.uname().nodename}:{folder}:{time.time_ns()}".encode(errors=ERRORS), digest_size=8).hexdigest()
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -117,10 +118,11 @@ class Trackers:
         parameters: Mapping[str, Any],
     ) -> None:
         """names: keys of TRACKERS; others, which need no process, are ignored."""
+        values = {key: writable(value) if isinstance(value, str) else value for key, value in parameters.items()}
         self._followers: dict[str, tuple[Connection, ForkServerProcess]] = {}
         for tracker in dict.fromkeys(each for each in names if each in TRACKERS):
             try:
-                run = TrackedRun(folder, metrics_file, run_id(folder), project, name, parameters)
+                run = TrackedRun(folder, metrics_file, run_id(folder), writable(project), writable(name), values)
                 pipe, far_end = fork_server.context().Pipe()
                 arguments = far_end, TRACKERS[tracker], tracker, run, FINISH_SECONDS + 2.0
                 self._followers[tracker] = pipe, fork_server.spawn(follow, arguments)

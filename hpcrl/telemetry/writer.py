@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpcrl.sandbox.foreign_text import writable
 from hpcrl.telemetry.archive import fsync
 
 
@@ -31,7 +32,7 @@ def write_generations(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def json_line(row: Mapping[str, Any]) -> str:
     """Format a JSON object and its line break: null for numbers that JSON does not support, text for other types."""
-    return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    return writable(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str)) + "\n"
 
 
 def generations_table(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -120,13 +121,13 @@ class MetricsWriter:
         """
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; steps must increase")
-        numbers = {tag: value if isinstance(value, int) else float(value) for tag, value in metrics.items()}
+        numbers = {writable(tag): value if isinstance(value, int) else float(value) for tag, value in metrics.items()}
         line = {"step": step, **without_nan(numbers)}
         self._last_step = step
         self._waiting += (json.dumps(line, allow_nan=False) + "\n").encode()
         self._write_lines()
         with self._ignoring_disk_errors():
-            for tag, value in metrics.items():
+            for tag, value in numbers.items():
                 self._board.add_scalar(tag, float(value), step)
             self._board.flush()
 
@@ -155,15 +156,15 @@ class MetricsWriter:
 
     def text(self, tag: str, step: int, markdown: str) -> None:
         with self._ignoring_disk_errors():
-            self._board.add_text(tag, markdown, step)
+            self._board.add_text(tag, writable(markdown), step)
 
     def hparams(self, config: Mapping[str, object], metrics: Mapping[str, float]) -> None:
         """Write the flat configuration and final metrics for TensorBoard's HParams tab; metrics appear as
         `hparam/<key>`."""
         from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
-        values = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in config.items()}
-        finals = {f"hparam/{key}": float(value) for key, value in metrics.items()}
+        values = {key: v if isinstance(v, (bool, int, float)) else writable(str(v)) for key, v in config.items()}
+        finals = {f"hparam/{writable(key)}": float(value) for key, value in metrics.items()}
         with self._ignoring_disk_errors():
             # SummaryWriter.add_hparams would open a second run in a folder named by the time of day.
             for summary in hparams_summaries(values, finals):

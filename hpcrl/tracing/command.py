@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TextIO
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.sandbox.foreign_text import ERRORS
 from hpcrl.telemetry.runlog import RunError, read_run
 from hpcrl.tracing.perfetto import Event, Timeline, phases_of
 from hpcrl.tracing.reader import TraceFiles, format_steps, stragglers_of
@@ -154,5 +155,5 @@ def write(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: l
 
 def _opened(path: Path, is_compressed: bool) -> TextIO:
     if is_compressed:
-        return gzip.open(path, "wt", encoding="utf-8", compresslevel=3)  # type: ignore[return-value]
-    return open(path, "w", encoding="utf-8")
+        return gzip.open(path, "wt", encoding="utf-8", errors=ERRORS, compresslevel=3)  # type: ignore[return-value]
+    return open(path, "w", encoding="utf-8", errors=ERRORS)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
-from hpcrl.telemetry.printable import printable
+from hpcrl.sandbox.foreign_text import printable
 
 if TYPE_CHECKING:
     from hpcrl.telemetry.samples import Sample, StepArchive

@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from hpcrl.telemetry.printable import printable
+from hpcrl.sandbox.foreign_text import printable
 from hpcrl.telemetry.samples import Sample
 from hpcrl.viewer.paired_samples import PromptPair
 

@@ -35,6 +35,7 @@ from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
+from hpcrl.sandbox.foreign_text import writable
 from hpcrl.workers.model_worker import DTYPES
 from hpcrl.workers.rollout import native_engine
 from hpcrl.workers.scorer import response_text, responses_of
@@ -274,4 +275,4 @@ def name_of(folder: Path) -> str:
 def encoded(answers: Sequence[str | None]) -> np.ndarray:
     """uint8 (bytes,)"""
     text = json.dumps(answers, ensure_ascii=False)
-    return np.frombuffer(text.encode("utf-8", "backslashreplace"), np.uint8)
+    return np.frombuffer(writable(text).encode(), np.uint8)

@@ -19,7 +19,7 @@ from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.grid.layout import Layout
-from hpcrl.rewards.manager import RewardManager, ScoreRequest
+from hpcrl.rewards.manager import RewardManager, ScoreRequest, Scores
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ class ResponseScorer:
 
     def take(
         self, split: str, rows: Sequence[int], responses: Sequence[np.ndarray], finish_reasons: Sequence[str]
-    ) -> tuple[np.ndarray, list[dict[str, float | str]], dict[str, float]]:
+    ) -> Scores:
         """As `RewardManager.collect`; starts the scoring of responses for which it has not begun."""
         if self.manager is None:
-            return np.zeros(len(rows), np.float32), [{} for _ in rows], {}
+            return Scores(*np.zeros((2, len(rows)), np.float32), [{} for _ in rows], {})
         keys = [key_of(split, *one) for one in zip(rows, responses, finish_reasons, strict=True)]
         wanted: Counter[Hashable] = Counter()
         for key, row, response, reason in zip(keys, rows, responses, finish_reasons, strict=True):
@@ -113,8 +113,9 @@ class ScorerWorker(Worker):
         reentrant=True,
     )
     def score(self, batch: DataProto) -> DataProto:
-        """Scores of whole responses, placed on their last token. Per sample: `score`, float32; `acc`, float32, NaN if
-        there is none; `extras`, what else the scorer returned, {} where scoring failed.
+        """Scores of whole responses, placed on their last token. Per sample: `score`, float32; `acc`, float32, the
+        scorer's, else its score, and NaN where scoring failed; `extras`, what else the scorer returned, {} where
+        scoring failed.
 
         A reward model's `rm_score` and a judge's `judge_score` are added: score = rule_weight * rule + the sum of
         weight * score over the two. Then the extras hold all parts, as `rule_score`, `rm_score` and `judge_score`;
@@ -126,16 +127,16 @@ class ScorerWorker(Worker):
         lengths = batch.fetch("response_mask").lengths
         rows, reasons = batch.samples["row"].tolist(), batch.samples["finish_reason"].tolist()
         split = batch.meta_info["split"]
-        scores, extras, counts = self.scorer.take(split, rows, responses, reasons)
-        acc = np.array([found if isinstance(found := extra.get("acc"), float) else np.nan for extra in extras])
+        scores, acc, extras, counts = self.scorer.take(split, rows, responses, reasons)
         models: dict[str, np.ndarray] = {
             name: batch.samples[name] for name in ("rm_score", "judge_score") if name in batch.samples
         }
         if models:
             scores = self._add_models(scores, extras, models, rows)
+            acc = acc if self.scorer.manager is not None else scores
         values = np.zeros(int(lengths.sum()), np.float32)
         values[lengths.cumsum()[lengths > 0] - 1] = scores[lengths > 0]
-        samples = {"score": scores, "acc": acc.astype(np.float32), "extras": np.array(extras, object)}
+        samples = {"score": scores, "acc": acc, "extras": np.array(extras, object)}
         if "show" in batch.samples:
             prompts, tokenizer = self.scorer.prompts[split], self.scorer.tokenizer
             texts = [

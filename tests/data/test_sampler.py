@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from hpcrl.config.schema import DataConfig
-from hpcrl.data.curriculum import AbstractCurriculumSampler, Curriculum, StepReport, pack, step_report, unpack
+from hpcrl.data.curriculum import (
+    AbstractCurriculumSampler,
+    Curriculum,
+    DifficultyCurriculum,
+    StepReport,
+    pack,
+    step_report,
+    unpack,
+)
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sampler import OrderedSampler, Sampler, WeightedFiles, make_sampler
 from hpcrl.runtime.exits import InputError
@@ -153,6 +161,14 @@ class Fixed(AbstractCurriculumSampler):
 
     def choose(self, n: int) -> Any:
         return self.rows
+
+
+def test_prompts_whose_scoring_failed_are_not_unsolved(dataset: PromptDataset, tmp_path: Path) -> None:
+    curriculum = DifficultyCurriculum(dataset, config(tmp_path), 0)
+    numbers = np.array([0.0, 0.5])
+    report = StepReport(1, np.array([3, 4]), np.zeros(2, np.int64), *[numbers] * 2, np.array([np.nan, 0.5]), numbers)
+    curriculum.update(report)
+    assert np.isnan(curriculum.solved[3]) and curriculum.solved[4] == 0.5
 
 
 def test_rows_drawn_twice_are_in_epochs_of_their_own() -> None:

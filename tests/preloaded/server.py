@@ -90,6 +90,7 @@ class Request:
             os.close(source)
         for name, values in self.asked["limits"].items():
             resource.setrlimit(getattr(resource, name), tuple(values))
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # the old one may believe that it can seek
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
         os.environ.clear()

@@ -144,7 +144,7 @@ def write_step(run: Path, step: int, samples: Sequence[WrittenSample], seed: int
                 "finish_reason": sample.finish,
                 "score": np.float32(sample.score),
                 "acc": float(sample.score > 0.5),
-                "extras": json.dumps(sample.extras),
+                "extras": json.dumps({"acc": float(sample.score > 0.5)} | sample.extras),
             },
         )
     log.close()

@@ -141,7 +141,7 @@ fork_server.start()
 function = CustomRewardConfig(path=sys.argv[1])
 manager = RewardManager(RewardConfig(custom_reward_function=function, timeout=1.5), log_path=sys.argv[2])
 for name in sys.argv[3:]:
-    scores, extras, counts = manager.score([ScoreRequest("mine", text, None) for text in ("good", name, "good")])
+    scores, _, extras, counts = manager.score([ScoreRequest("mine", text, None) for text in ("good", name, "good")])
     # Another score, so that what the last one left is gone; then there are the worker and nothing else.
     again = manager.score([ScoreRequest("mine", "good", None)] * 2)[0]
     (worker,) = manager._pool._workers

@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.config.plugins import parameters
 from hpcrl.config.schema import Config, RewardConfig
-from hpcrl.rewards.manager import REWARD_MANAGERS, RewardManager, ScoreRequest, check_rewards, custom_function
+from hpcrl.rewards.manager import REWARD_MANAGERS, RewardManager, ScoreRequest, check_rewards, custom_function, has_acc
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox import process_pool as pool_module
 
@@ -27,7 +27,7 @@ def test_countdown_scores_extras_and_counts() -> None:
         ScoreRequest("countdown", "<a>1</a>", TRUTH, {"index": 3}),
         ScoreRequest("countdown", "<a>1</a>", {"target": 10}),  # a broken row
     ]
-    scores, extras, counts = manager.score(items)
+    scores, _, extras, counts = manager.score(items)
     np.testing.assert_array_equal(scores, np.array([1.0, 0.0, 0.2, 0.0], dtype=np.float32))
     parts = [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)]
     assert extras == [*({"acc": acc, "format": form} for acc, form in parts), {}]
@@ -59,6 +59,14 @@ def one(data_source, solution_str, ground_truth, extra_info):
 
 def parts(data_source, solution_str, ground_truth, extra_info):
     return {"score": 1.0, "format": 0.25, "length": len(solution_str), "pred": solution_str}
+
+def branches(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "dies":
+        raise ValueError("no")
+    if not solution_str:
+        return 0.0
+    result = {"score": 0.75, "acc": {"right": 1, "none": None, "text": "yes", "nan": float("nan")}.get(solution_str)}
+    return result if solution_str != "bare" else {"score": 0.75}
 
 def together(data_sources, solution_strs, ground_truths, extra_infos, scale):
     if "die" in solution_strs:
@@ -133,20 +141,35 @@ def test_dapo_adds_the_overlong_penalty(make: Callable[..., RewardManager]) -> N
     overlong = {"enable": True, "len": 4, "penalty_factor": 2.0, "log": True}
     manager = make("dapo", "one", 20, overlong_buffer_cfg=overlong)
     items = [ScoreRequest("mine", "1.0", None, response_length=length) for length in (0, 16, 17, 20, 22)]
-    scores, extras, _ = manager.score([*items, ScoreRequest("mine", "no number", None, response_length=20)])
+    scores, _, extras, _ = manager.score([*items, ScoreRequest("mine", "no number", None, response_length=20)])
     assert scores.tolist() == [1.0, 1.0, 0.5, -1.0, -2.0, 0.0]
     assert [extra.get("overlong") for extra in extras] == [0.0, 0.0, 1.0, 1.0, 1.0, None]
     assert [extra.get("overlong_reward") for extra in extras] == [0.0, 0.0, -0.5, -2.0, -3.0, None]
     assert [extra.get("acc") for extra in extras] == [1.0] * 5 + [None]  # the score before the penalty
     # max_resp_len, when given, is the limit whatever the responses' is
     manager = make("dapo", "one", 20, max_resp_len=18, overlong_buffer_cfg=overlong | {"log": False})
-    scores, extras, _ = manager.score(items[1:3])
+    scores, _, extras, _ = manager.score(items[1:3])
     assert scores.tolist() == [0.0, -0.5] and extras == [{"acc": 1.0}] * 2
+
+
+def test_a_result_without_an_accuracy_has_its_score(make: Callable[..., RewardManager], caplog: Any) -> None:
+    """0 stands for no result only where scoring failed, and there it is NaN; a mixture is named once."""
+    manager = make("naive", "branches")
+    found = manager.score(requests_for("", "bare"))
+    np.testing.assert_array_equal(found.acc, np.array([0, 0.75], np.float32))
+    found = manager.score(requests_for("right", "none", "text", "nan", "dies", "bare"))
+    np.testing.assert_array_equal(found.acc, np.array([1, 0.75, 0.75, 0.75, np.nan, 0.75], np.float32))
+    assert [has_acc(extra) for extra in found.extras] == [True] + [False] * 5
+    told = [record.getMessage() for record in caplog.records if "of data_source 'mine' some" in record.getMessage()]
+    assert len(told) == 1
+    manager = make("naive", "parts")
+    assert manager.score(requests_for("a", "b")).acc.tolist() == [1.0, 1.0]
+    assert "return acc in all results" not in caplog.text.replace(told[0], "")
 
 
 @pytest.mark.parametrize("name", ["naive", "gdpo"])
 def test_components_stay_with_the_sample(make: Callable[..., RewardManager], name: str) -> None:
-    scores, extras, _ = make(name, "parts").score(requests_for("abc"))
+    scores, _, extras, _ = make(name, "parts").score(requests_for("abc"))
     assert scores.tolist() == [1.0] and extras == [{"format": 0.25, "length": 3.0, "pred": "abc"}]
 
 
@@ -154,18 +177,18 @@ def test_batch_gives_all_of_a_collect_to_one_call(make: Callable[..., RewardMana
     manager = make("batch", "together", num_workers=2, arguments={"scale": 3.0})
     for key, item in enumerate(requests_for("a", "c", "b", "nan")):
         manager.submit(key, item)
-    scores, extras, counts = manager.collect([2, 1])
+    scores, _, extras, counts = manager.collect([2, 1])
     assert scores.tolist() == [0.0, 3.0] and extras == [{"size": 2.0}] * 2
-    scores, extras, counts = manager.collect([3, 0])
+    scores, _, extras, counts = manager.collect([3, 0])
     assert scores.tolist() == [0.0, 0.0] and extras == [{}, {"size": 2.0}] and counts["reward/errors"] == 1
-    scores, _, counts = manager.score(requests_for("a", "die", "b"))
+    scores, _, _, counts = manager.score(requests_for("a", "die", "b"))
     assert scores.tolist() == [0.0] * 3 and counts["reward/crashes"] == 3
     assert manager.collect([])[0].shape == (0,)
 
 
 def test_rate_limited_calls_overlap_up_to_the_limit(make: Callable[..., RewardManager]) -> None:
     manager = make("rate_limited", "asks", max_concurrent=3)
-    scores, extras, _ = manager.score(requests_for(*["meets"] * 3, *["passes"] * 9))
+    scores, _, extras, _ = manager.score(requests_for(*["meets"] * 3, *["passes"] * 9))
     assert scores.tolist() == [1.0] * 12
     most = [extra["most"] for extra in extras]
     assert most[:3] == [3.0] * 3 and max(most) == 3.0
@@ -176,7 +199,7 @@ def test_rate_limited_failures_cost_their_own_samples(make: Callable[..., Reward
     try:
         manager = make("rate_limited", "asks", max_concurrent=8, timeout=0.5)
         texts = ["fine", "hangs", "dies", "fine", "raises", "blocks", "fine"]
-        scores, _, counts = manager.score(requests_for(*texts))
+        scores, _, _, counts = manager.score(requests_for(*texts))
     finally:
         pool_module.LATE_SECONDS = kept
     assert scores.tolist() == [float(text == "fine") for text in texts]

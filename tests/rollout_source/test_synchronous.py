@@ -50,6 +50,14 @@ def test_the_metric_may_be_any_number_that_the_scorer_returns() -> None:
         metric_values(rows.samples, "acc", required=True)
 
 
+def test_a_score_is_the_accuracy_of_a_result_without_one() -> None:
+    rows = batch([1, 1, 2, 2, 3, 3], [0.0, 1.0, 1.0, 1.0, 0.0, 1.0], acc=[0.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+    rows.samples["acc"] = np.array([0, 1, 1, 1, 0, np.nan], np.float32)
+    for row in (1, 3, 5):  # the last one failed
+        rows.samples["extras"][row] = {}
+    assert differing(rows, "acc").tolist() == [True, True, False, False, False, False]
+
+
 def test_prompts_of_a_step_are_counted_from_0_in_the_order_in_which_they_came() -> None:
     found = numbered(batch([4, 4, 9, 9, 11], [0.0] * 5), step=3)
     assert found.samples["prompt"].tolist() == [0, 0, 1, 1, 2]

@@ -10,6 +10,7 @@ import pytest
 
 from hpcrl.run.inference import GenerationFile, Key
 from hpcrl.runtime.exits import InputError
+from hpcrl.telemetry.writer import json_line
 
 KEYS = [
     Key(f"data:{row}:0", sample, {"prompt_ids": [row], "ground_truth": "7"}) for row in range(3) for sample in range(2)
@@ -79,6 +80,6 @@ def test_samples_of_another_job_are_refused(tmp_path: Path) -> None:
 def test_any_text_becomes_json(tmp_path: Path) -> None:
     """Half of a surrogate pair, which JSON can write and UTF-8 cannot."""
     file = opened(tmp_path / "out.jsonl")
-    file.append([json.dumps({"text": "\ud800 ü"}, ensure_ascii=False) + "\n"])
+    file.append([json_line({"text": "\ud800 ü"})])
     file.close()
     assert json.loads((tmp_path / "out.jsonl").read_bytes()) == {"text": "\ud800 ü"}

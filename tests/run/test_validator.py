@@ -24,11 +24,12 @@ SOURCES = ["x", "y", "x"]
 
 
 class StandIn:
-    """Row r's sample s is right when (r + s) is even; row 1 of source y has no acc; failures are rows in `failing`."""
+    """Row r's sample s is right when (r + s) is even; row 1 of source y has no acc, and neither has sample `without` of
+    three; failures are rows in `failing`."""
 
-    def __init__(self, prompts: PromptDataset, failing: tuple[int, ...] = ()) -> None:
+    def __init__(self, prompts: PromptDataset, failing: tuple[int, ...] = (), without: int | None = None) -> None:
         self.prompts = prompts
-        self.failing = failing
+        self.failing, self.without = failing, without
         self.samplings: list[SamplingParams] = []
 
     def __getitem__(self, role: str) -> StandIn:
@@ -47,12 +48,16 @@ class StandIn:
             f"<|bos|>{row} is | `it`" if show else "" for row, show in zip(rows, batch.samples["show"], strict=True)
         ]
         extras = [
-            {} if failed[i] else {"pred": str(int(right[i])), "kind": "k"} if rows[i] != 1 else {"format": 0.5}
+            {}
+            if failed[i]
+            else {"format": 0.5}
+            if rows[i] == 1
+            else {"pred": str(int(right[i])), "kind": "k"} | ({"acc": float(right[i])} if i % 3 != self.without else {})
             for i in range(len(batch))
         ]
         found = {
             "score": np.where(failed, 0, right).astype(np.float32),
-            "acc": np.where(failed | (rows == 1), np.nan, right).astype(np.float32),
+            "acc": np.where(failed, np.nan, right).astype(np.float32),
             "extras": np.array(extras, object),
             "prompt_text": np.array(texts, object),
             "response_text": np.array([text and f"{i}\n" for i, text in enumerate(texts)], object),
@@ -97,6 +102,14 @@ def test_a_failed_score_is_wrong_and_counted(prompts: PromptDataset) -> None:
     assert found["val-core/x/acc/mean@1"] == 0.5
     assert found["val-aux/x/acc_success_only/mean@1"] == 1.0
     assert found["val-aux/reward/errors"] == 1.0
+
+
+@pytest.mark.parametrize("without", [0, 2])
+def test_a_result_without_an_accuracy_counts_with_its_score(prompts: PromptDataset, without: int) -> None:
+    """Of source x, with prompts 0 and 2; both are right."""
+    found, _ = validator(prompts, [ValKwargs(n=1)], controller=StandIn(prompts, without=without)).run(1)
+    assert found["val-core/x/acc/mean@1"] == found["val-aux/x/reward/mean@1"] == 1.0
+    assert found["val-aux/x/acc_success_only/mean@1"] == 1.0
 
 
 def test_do_sample_false_is_greedy_whatever_the_temperature(prompts: PromptDataset) -> None:

@@ -90,7 +90,7 @@ def write_step(
             "finish_reason": "stop",
             "score": position / 4 if scores is None else scores[position],
             "acc": float(position % 2),
-            "extras": json.dumps({"format": 0.5, "note": "ok"}),
+            "extras": json.dumps({"acc": float(position % 2), "format": 0.5, "note": "ok"}),
             **{name: column[position] for name, column in samples.items()},
         }
         log.append_sample(tokens, values)

@@ -21,6 +21,8 @@ from tests.run.small_run import lines, log_of, run_folder, train
 from tests.runtime.conftest import environment
 
 OFFLINE = {"logger": ["console", "wandb", "mlflow"], "project_name": "countdown", "val_before_train": False}
+OFFLINE["experiment_name"] = "half \ud83d"  # which UTF-8 lacks
+NAME = r"half \ud83d"
 
 # Time for packages to load on a machine with few cores
 PATIENT = "from hpcrl.telemetry import trackers; trackers.FINISH_SECONDS = 120.0\n"
@@ -255,7 +257,7 @@ def check_wandb(folder: Path, *, preempting: bool, exit_code: int) -> None:
             exits.append(record.exit.exit_code)
         elif kind == "preempting":
             preempted += 1
-    assert set(runs) == {(run_id(run_folder(folder)), "countdown", "ends")}
+    assert set(runs) == {(run_id(run_folder(folder)), "countdown", NAME)}
     assert (exits, bool(preempted)) == ([exit_code], preempting)
     assert config["trainer.project_name"] == "countdown" and config["data.train_batch_size"] == 8
     stored = [{k: v for k, v in row.items() if not k.startswith("_") or k == "_step"} for row in history]
@@ -280,7 +282,7 @@ def check_mlflow(folder: Path, status: str, tag: str) -> None:
     client = MlflowClient(f"sqlite:///{run_folder(folder)}/mlflow/mlflow.db")
     experiment = client.get_experiment_by_name("countdown")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert (run.info.status, run.info.run_name, run.data.tags[STATUS_TAG]) == (status, "ends", tag)
+    assert (run.info.status, run.info.run_name, run.data.tags[STATUS_TAG]) == (status, NAME, tag)
     assert run.data.tags[ID_TAG] == run_id(run_folder(folder))
     assert run.data.params["trainer.project_name"] == "countdown" and run.data.params["data.train_batch_size"] == "8"
     stored: dict[int, dict[str, Any]] = {}

@@ -1,12 +1,33 @@
-"""Text of models and of other people's files, made safe for a terminal."""
+"""Text of models, of users and of their files, made safe for files and terminals.
+
+It may hold surrogates without the other half, which no encoding has: JSON can write them, and the name of a file whose
+bytes are not UTF-8 has them.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
+from io import TextIOWrapper
 
+ERRORS = "backslashreplace"  # how streams of text write what their encoding lacks, as Python's stderr does
 _HARMLESS = {"\n", "\t", "\u200c", "\u200d"}  # joiners are parts of emoji and of words
 _SUSPECT = re.compile(r"[^\x20-\x7e\n]")  # all of it is looked up; most text has little
+
+
+def writable(text: str) -> str:
+    r"""`text` as UTF-8 can hold it: an unpaired surrogate becomes its escape, `\ud83d`.
+
+    Of JSON text, this is the escape that JSON has for it, so the value is read back as it was.
+    """
+    return text if text.isascii() else text.encode("utf-8", ERRORS).decode("utf-8")
+
+
+def take_any_text() -> None:
+    """Let stdout take text that its encoding lacks: surrogates, and on an ASCII terminal all but ASCII."""
+    if isinstance(sys.stdout, TextIOWrapper):  # tests replace it
+        sys.stdout.reconfigure(errors=ERRORS)
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
