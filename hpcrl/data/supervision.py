@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpcrl.telemetry.printable import printable
+from hpcrl.sandbox.foreign_text import printable
 from hpcrl.telemetry.token_text import TokenText
 
 if TYPE_CHECKING:

@@ -74,7 +74,8 @@ class ResponseScorer:
     ) -> Scores:
         """As `RewardManager.collect`; starts the scoring of responses for which it has not begun."""
         if self.manager is None:
-            return Scores(*np.zeros((2, len(rows)), np.float32), [{} for _ in rows], {})
+            zeros = np.zeros(len(rows), np.float32)
+            return Scores(zeros, zeros, [{} for _ in rows], {})
         keys = [key_of(split, *one) for one in zip(rows, responses, finish_reasons, strict=True)]
         wanted: Counter[Hashable] = Counter()
         for key, row, response, reason in zip(keys, rows, responses, finish_reasons, strict=True):
