@@ -167,6 +167,7 @@ def run_on_ranks(job: type[Job], parsed: argparse.Namespace) -> NoReturn:
         lambda: job.load(parsed),
         on_every_rank,
         handles_signals=job.handles_signals,
+        prepare_folder=lambda config: job.prepare_folder(config, parsed),
         memory_advice=partial(memory_advice, job),
     )
 

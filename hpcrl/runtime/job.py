@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hpcrl.runtime import exits, rank_status, watchdog
+from hpcrl.runtime import exits, rank_status, run_owner, watchdog
 from hpcrl.runtime.events import prepare as prepare_events
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import end_of_allocation, is_first_launched
@@ -47,6 +47,7 @@ def run_spmd(
     main: Callable[[World, C], int],
     *,
     handles_signals: bool = False,
+    prepare_folder: Callable[[C], None] = lambda config: None,
     memory_advice: Advice[C] | None = None,
 ) -> NoReturn:
     """Run a job on every rank that the launcher started, and end the process with the job's exit code.
@@ -57,6 +58,8 @@ def run_spmd(
         main: the job on every rank; returns the exit code. The highest code of all ranks counts.
         handles_signals: `main` polls `world.stop` and ends when a signal has arrived. Otherwise SIGTERM and SIGUSR1
             kill. The commands of `job.on_event` are for such jobs.
+        prepare_folder: makes what the run directory has to hold before the start. Runs on rank 0 only, once this job
+            owns the directory.
         memory_advice: returns what to add to the error of a rank whose GPU is out of memory.
 
     A user error that all ranks raise ends the job with exit code 2. Any other exception ends it by MPI_Abort, with the
@@ -77,7 +80,7 @@ def run_spmd(
     run_dir = None
     status = RankStatus(phase="start")
     try:
-        config = load_once(comm, load)
+        config = load_once(comm, load, prepare_folder)
         run_dir = run_directory(config)
         start_logging(run_dir, comm.rank)
         set_deterministic_libraries(config.run.full_determinism)
@@ -119,21 +122,25 @@ def run_spmd(
     finish(code)
 
 
-def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
-    """Load the configuration and make the run directory on rank 0, and return the configuration on every rank.
+def load_once(comm: MPI.Intracomm, load: Callable[[], C], prepare_folder: Callable[[C], None]) -> C:
+    """Load the configuration and take the run directory on rank 0, and return the configuration on every rank.
 
     A user error is raised on all ranks. Collective.
     """
 
-    def load_and_make() -> C | None:
+    def load_and_take() -> tuple[C, int] | None:
         if comm.rank != 0:
             return None
         config = load()
-        make_run_directory(run_directory(config))
-        return config
+        number = take_run_directory(run_directory(config), config.run.owner_heartbeat_seconds)
+        prepare_folder(config)
+        return config, number
 
-    loaded: C = broadcast_object(comm, run_collectively(comm, load_and_make))
-    return loaded
+    loaded: tuple[C, int] = broadcast_object(comm, run_collectively(comm, load_and_take))
+    config, number = loaded
+    if comm.rank != 0:
+        run_owner.hold(run_directory(config), number, config.run.owner_heartbeat_seconds, comm.rank)
+    return config
 
 
 def _explain_out_of_memory(
@@ -159,12 +166,15 @@ def run_directory(config: Any) -> Path:
     return Path(os.path.abspath(os.path.join(config.run.dir, config.run.name)))
 
 
-def make_run_directory(path: Path) -> None:
-    """Make the run directory, readable by the user only, and remove exit.json and heartbeats of an earlier attempt."""
+def take_run_directory(path: Path, heartbeat_seconds: float) -> int:
+    """Make the run directory, readable by the user only, become its owner, and remove exit.json and heartbeats of an
+    earlier attempt. Returns the owner's number."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number = run_owner.take(path, heartbeat_seconds)
         (path / "exit.json").unlink(missing_ok=True)
         shutil.rmtree(path / rank_status.FOLDER, ignore_errors=True)
+        return number
     except OSError as error:
         why = f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name"
         raise InputError(why) from error
