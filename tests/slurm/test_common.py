@@ -166,7 +166,7 @@ def test_a_start_of_mpi_that_fails_is_tried_again(
     owner.mkdir()
     (owner / "00000001.json").write_text('{\n "start": "41.0"\n}')  # of an earlier slice
     takes = f"echo ' \"start\": \"'$HPCRL_START'\",' >{owner}/00000002.json\n" if begins else ""
-    takes += f"echo ' \"start\": \"7.0\",' >{owner}/00000010.json\n" if loses else ""
+    takes += f'echo \' "start": "7.0",\' >{owner}/00000010.json\n' if loses else ""
     site.command("srun", f"{takes}echo >>{tries}\n(($(wc -l <{tries}) > {fails})) || exit 134")
     ended = site.slice()
     assert (ended.returncode, tries.read_text().count("\n")) == (code, starts)
