@@ -180,6 +180,7 @@ def run_on_ranks(job: type[Job], parsed: argparse.Namespace, stop: StopRequests 
         lambda: job.load(parsed),
         on_every_rank,
         stop=stop,
+        prepare_folder=lambda config: job.prepare_folder(config, parsed),
         memory_advice=partial(memory_advice, job),
     )
 

@@ -47,23 +47,27 @@ hpcrl_trap() {
 }
 
 # hpcrl_srun RUN_DIR ARGUMENTS...: `python -m hpcrl ARGUMENTS...` on all ranks; returns what became of it.
-# Launchers turn codes into 137; the program's own word is <run>/exit.json. One of an earlier slice would be a lie.
-# Sets hpcrl_killed where the program had begun and wrote none: a rank or its node was killed.
+# Launchers turn codes into 137; the program's own word is <run>/exit.json, if HPCRL_START in it says that it is of this
+# start: the folder may be another job's, before and after. Sets hpcrl_killed where the program had begun, owns the folder
+# still and wrote no exit.json: a rank or its node was killed.
 hpcrl_srun() {
-    local run=$1 code said before try=1
+    local run=$1 code said mine try=1
     hpcrl_killed=
     shift
     [[ ${HPCRL_DRY_RUN:-} != 1 ]] || run=/dev/null
     while :; do
-        rm -f "$run/exit.json" 2>/dev/null
-        before=$(hpcrl_log_of "$run")
+        export HPCRL_START="${SLURM_JOB_ID:-0}.${SLURM_RESTART_COUNT:-0}.$(date +%s.%N).$RANDOM"
+        mine="\"start\": \"$HPCRL_START\""
         # --disable-status: else srun answers the first Ctrl-C itself, and passes on none
         srun ${hpcrl_mpi:+--mpi="$hpcrl_mpi"} --disable-status --kill-on-bad-exit=1 --wait=60 --cpu-bind="${HPCRL_CPU_BIND:-cores}" \
             "${hpcrl_srun_options[@]}" "${hpcrl_python[@]}" -m hpcrl "$@"
         code=$?
-        said=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$run/exit.json" 2>/dev/null)
-        # Rank 0 begins its log once MPI has started. Slurm's pmi2 reads no more than 1,024 bytes of a line of MPICH's.
-        if [[ -z $said && $code != [02] && $(hpcrl_log_of "$run") != "$before" ]]; then
+        said=
+        if grep -qF "$mine" "$run/exit.json" 2>/dev/null; then
+            said=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$run/exit.json" 2>/dev/null)
+        fi
+        # Rank 0 takes the folder once MPI has started. Slurm's pmi2 reads no more than 1,024 bytes of a line of MPICH's.
+        if [[ -z $said && $code != [02] ]] && grep -qF "$mine" "$(hpcrl_owner_of "$run")" 2>/dev/null; then
             hpcrl_killed=1
         fi
         if [[ -n $said || $code == [02] || -n $hpcrl_killed || -n ${hpcrl_ends:-} ]] ||
@@ -75,8 +79,8 @@ hpcrl_srun() {
     done
 }
 
-# hpcrl_log_of RUN_DIR: when rank 0 last wrote to its log; nothing where it never has
-hpcrl_log_of() { stat -c %y "$1/logs/rank_00000.log" 2>/dev/null; }
+# hpcrl_owner_of RUN_DIR: the record of the job that owns the folder, the one with the highest number
+hpcrl_owner_of() { printf '%s\n' "$1"/owner/*.json | tail -n 1; }
 
 # hpcrl_leave CODE: the end of a template: 85, and a kill, ask for another slice; all else is the job's own exit code.
 # A run that is killed again and again ends by itself: it counts the slices that saved nothing.

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hpcrl.checkpoint.manifest import FileEntry, HashedFile, SavedPart, error_line, hash_file, write_file
 from hpcrl.checkpoint.sharded_load import Engine
 from hpcrl.checkpoint.store import fsync
-from hpcrl.runtime import platform
+from hpcrl.runtime import platform, run_owner
 from hpcrl.runtime.spans import spans
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class ShardedSave:
         self._report(SavedPart(self._groups.rank, files, pieces, problem))
 
     def _write(self, staged: Staged, small: dict[str, bytes]) -> tuple[list[FileEntry], list[tuple[int, int]]]:
+        run_owner.check()
         self._path.mkdir(parents=True, exist_ok=True)
         name = _file_name(self._groups.layout.ranks.index(self._groups.rank))
         pieces: list[tuple[int, int]] = []

@@ -171,6 +171,13 @@ class RunConfig(Section):
         description="on GPUs: keep the Python stacks of the last 100,000 allocations, and write them to "
         "logs/oom_rank_*.pickle when the memory is not enough; costs 2 to 4 us of host time per allocation",
     )
+    owner_heartbeat_seconds: float = Field(
+        10.0,
+        gt=0.0,
+        le=3600.0,
+        description="seconds between two heartbeats of the folder's owner; after three, a start on another host takes "
+        "the folder of a run that was killed",
+    )
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig, description="hangs")
 
 

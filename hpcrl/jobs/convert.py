@@ -17,6 +17,7 @@ from hpcrl.run.job import WeightsJob, add_overrides
 from hpcrl.run.job_config import config_of, folder_of
 from hpcrl.run.run import versions
 from hpcrl.run.saver import Saver, export
+from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.progress import PhaseTimers
@@ -43,6 +44,10 @@ class Convert(WeightsJob):
         folder = folder_of(arguments.source, arguments.target)
         return config_of(arguments.source, folder, arguments.overrides, cls.schema())
 
+    @classmethod
+    def prepare_folder(cls, config: Config, arguments: argparse.Namespace) -> None:
+        folder_of(arguments.source, arguments.target)  # another conversion may have ended meanwhile
+
     def main(self) -> int:
         team, source = self.build([POLICY, EXPORT])
         assert source is not None
@@ -60,6 +65,7 @@ class Convert(WeightsJob):
             saver.begin(controller, 0, ("actor",), {}, lambda folder: stamp)
             if not saver.wait():
                 return OTHER
+            run_owner.check()
             (run_directory(config) / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         else:
             try:

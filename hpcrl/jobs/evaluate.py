@@ -13,6 +13,7 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.inference import SamplingJob, check_inference
 from hpcrl.run.start import set_aside
 from hpcrl.run.validation import Validator
+from hpcrl.runtime import run_owner
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.json_file import replace_json
 from hpcrl.telemetry.progress import PhaseTimers
@@ -44,10 +45,12 @@ class Evaluate(SamplingJob):
         """Validate; write the metrics to files and print the most important ones."""
         config, step, folder = self.config, self.step, run_directory(self.config)
         generations = config.trainer.validation_data_dir
+        run_owner.check()
         _keep_earlier(folder, step, [generations] if generations else [])
         validator = Validator.of_job(controller, config, self.inputs, folder)
         with timers("testing"):
             metrics, shown = validator.run(step)
+        run_owner.check()
         writer = MetricsWriter(folder, first_step=step)
         writer.log(step, metrics | refit | timers.collect() | controller.collect_traffic())
         if shown:

@@ -23,6 +23,7 @@ from hpcrl.controller.controller import Controller
 from hpcrl.rollout_source.source import WeightSync
 from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start
+from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.job import directory_mode, run_directory
 from hpcrl.runtime.json_file import replace_json
@@ -111,6 +112,7 @@ class SamplingJob(Job):
         """Write <run>/<name>/config.yaml: the config before `inside_run`."""
         run = self.config.run.model_copy(update={"dir": str(self.run_folder.parent), "name": self.run_folder.name})
         text = dump_config(self.config.model_copy(update={"run": run}))
+        run_owner.check()
         (run_directory(self.config) / "config.yaml").write_text(text, encoding="utf-8")
 
     def _find_weights(self) -> Start:
@@ -224,6 +226,7 @@ class GenerationFile:
         self.settings_path = path.with_name(path.name + ".settings.json")
         self.num_samples = num_samples
         self.totals = Totals()
+        run_owner.check()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and path.stat().st_size:
@@ -245,6 +248,7 @@ class GenerationFile:
 
     def append(self, lines: list[str]) -> None:
         """Append lines; when this returns, they survive a kill."""
+        run_owner.check()
         self._file.write("".join(lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())

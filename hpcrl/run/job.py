@@ -125,6 +125,10 @@ class Job:
         return with_presets(config)
 
     @classmethod
+    def prepare_folder(cls, config: Config, arguments: argparse.Namespace) -> None:
+        """Make what the run's folder has to hold before the job starts, on rank 0, once the job owns the folder."""
+
+    @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         """Derive layouts and sizes; raise ConfigError, one line, for a job that cannot run. Imports no torch."""
         raise NotImplementedError(f"{cls.__name__} has no check(config, num_ranks)")

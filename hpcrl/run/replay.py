@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.checkpoint.store import TRAINER_FILE, CheckpointStore
 from hpcrl.config.derive import RoleLayouts
@@ -22,6 +22,7 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.job import SupervisedJob, TrainingJob
 from hpcrl.run.job_config import softmax_vocab_of
 from hpcrl.run.run import versions
+from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.json_file import replace_json
@@ -112,33 +113,49 @@ class Replay(TrainingJob):
     handles_signals = False
     saves_last = False
     validates_first = False
+    starts: ClassVar[dict[int, Path]]  # checkpoints from which it may start; on rank 0
     first: int  # step that is taken; on rank 0
     versions_then: dict[str, str]  # those of the checkpoint; on rank 0
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
-        """The run's config with what a replay changes. Makes the replay's folder, with links to the checkpoints from
-        which it may start."""
+        """The run's config with what a replay changes."""
         run, step = Path(os.path.abspath(arguments.run)), arguments.step
         check_overrides(arguments.overrides)
         check_tokens(arguments.tokens, needs_rollouts(cls))
         rows = read_run(run / METRICS_FILE).rows
         if step < 1 or step not in rows:
             raise InputError(f"{run}: step {step} is not in {METRICS_FILE}, which has steps {min(rows)} to {max(rows)}")
-        starts = starts_of(run, step, needs_rollouts(cls))
+        cls.starts = starts_of(run, step, needs_rollouts(cls))
         then = f"model.softmax_vocab={softmax_vocab_of(run)}"
-        overrides = [then, *arguments.overrides, *FIXED, *_own(run, starts, arguments, cls)]
-        folder = make_folder(run, step, arguments.out)
+        overrides = [then, *arguments.overrides, *FIXED, *_own(run, cls.starts, arguments, cls)]
+        folder = folder_of(run, step, arguments.out)
         overrides += [f"run.dir={quoted_path(str(folder.parent))}", f"run.name={quoted_path(folder.name)}"]
         placement = [text for text in overrides if text.startswith("placement")]
         config = cls.read_config(str(run / "config.yaml"), [text for text in overrides if text not in placement])
         if placement:
             plain = load_config(None, placement, cls.schema()).placement
             config = config.model_copy(update={"placement": plain})
-        for number, checkpoint in starts.items():
-            (folder / "checkpoints").mkdir(exist_ok=True)
-            (folder / "checkpoints" / f"step_{number:08d}").symlink_to(checkpoint)
         return cls.prepare(config)
+
+    @classmethod
+    def prepare_folder(cls, config: Config, arguments: argparse.Namespace) -> None:
+        """Empty the folder of an earlier replay, and link the checkpoints from which this one may start."""
+        folder = run_directory(config)
+        try:
+            for path in folder.iterdir():
+                if path.name == run_owner.FOLDER:
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            replace_json(folder / RESULT_FILE, {"run": os.path.abspath(arguments.run), "step": arguments.step})
+            for number, checkpoint in cls.starts.items():
+                (folder / "checkpoints").mkdir(exist_ok=True)
+                (folder / "checkpoints" / f"step_{number:08d}").symlink_to(checkpoint)
+        except OSError as error:
+            raise InputError(f"cannot write {folder}: {error.strerror or error}; name a folder with --out") from error
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
@@ -195,6 +212,7 @@ class Replay(TrainingJob):
             results.append(result)
         if not all(result.is_bitwise for result in results):
             log.info("other than in the run: %s", "; ".join(self.changes()) or "the machine, its threads or the code")
+        run_owner.check()
         replace_json(folder / RESULT_FILE, self._record([str(result) for result in results]))
         if self.arguments.tokens:
             write_tokens(Path(self.arguments.tokens), step_path(folder / "rollouts", self.last_step))
@@ -303,17 +321,10 @@ def _saved(run: Path) -> dict[str, Any]:
     return {}
 
 
-def make_folder(run: Path, step: int, out: str | None) -> Path:
-    """An empty folder for the replay, in place of an earlier replay's."""
+def folder_of(run: Path, step: int, out: str | None) -> Path:
+    """The folder of the replay. Raises InputError for one that holds something else."""
     folder = Path(os.path.abspath(out)) if out is not None else run / "replay" / f"step_{step:08d}"
-    is_empty = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not is_empty and not (folder / RESULT_FILE).is_file():
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if folder.exists() and not names <= {run_owner.FOLDER} and RESULT_FILE not in names:
         raise InputError(f"--out {folder} exists and is not the folder of a replay; name another one")
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        replace_json(folder / RESULT_FILE, {"run": str(run), "step": step})
-    except OSError as error:
-        raise InputError(f"cannot write {folder}: {error.strerror or error}; name a folder with --out") from error
     return folder

@@ -25,7 +25,7 @@ from hpcrl.run.performance import PROFILE_FOLDER, ProfiledSteps, Stragglers
 from hpcrl.run.saver import Saver, export, export_adapter
 from hpcrl.run.start import Start, flatten, set_aside, warn_of_changes
 from hpcrl.run.time_budget import StopRequested, TimeBudget
-from hpcrl.runtime import accelerator
+from hpcrl.runtime import accelerator, run_owner
 from hpcrl.runtime.exits import DONE, OTHER, REQUEUE, write_exit
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.launcher import version_of
@@ -149,6 +149,7 @@ class Run:
         step, version = int(batch.meta_info["step"]), int(batch.samples["weight_version_max"].max())
         folder, seed = self.folder / "rollouts", self.config.run.seed
         with self.timers("dump_rollout_generations"):
+            run_owner.check()
             try:
                 write_samples(self.controller, batch, folder, step, seed=seed, weight_version=version)
             except OSError as error:
@@ -193,6 +194,7 @@ class Run:
             raise
         else:
             code = self._end(DONE)
+        run_owner.check()
         if code == DONE:
             self.durable.run_ended()
         self.controller.close_workers()
@@ -214,6 +216,7 @@ class Run:
                 self._can_stop = can_repeat
                 yield step
                 self.wait()
+                run_owner.check()
             self._can_stop = False
             self.metrics |= self._poll_save()
             self.step = step
@@ -224,7 +227,9 @@ class Run:
             if is_last or self._is_due(step, self.config.trainer.save_freq):
                 with self.timers("save_checkpoint"):
                     self._save()
+            run_owner.check()
             self.durable.step_ended(step, saved=self.saver.saved_step or 0, saving=self.saver.step_under_way)
+        run_owner.check()
         self.writer.hparams(flatten(self.config.model_dump()), final)
 
     def _is_due(self, step: int, frequency: int) -> bool:
@@ -238,11 +243,13 @@ class Run:
             self.budget.check("testing")
             with self.timers("testing"):
                 found, shown = self.job.validate(self, step)
+            run_owner.check()
             if shown:
                 self.writer.text("validation/samples", step, shown)
             core = {name: value for name, value in found.items() if re.fullmatch("val-core/.*/mean@[0-9]+", name)}
             if core:
                 log.info("step %d: %s", step, ", ".join(f"{name} {value:.3f}" for name, value in core.items()))
+        run_owner.check()
         self.writer.log(step, self.unlogged | found | self.timers.collect())
         self.trackers.poll()
         self.controller.collect_traffic()  # of validation: a step's traffic is that of training
@@ -277,6 +284,7 @@ class Run:
 
     def _open_folder(self) -> None:
         start, config = self.start, self.config
+        run_owner.check()
         if start.unlogged is None and (start.step >= self.total_steps or self.is_complete):
             log.info(
                 "nothing to do: %d of %d steps are done; ask for more steps, or choose another run.name",
@@ -311,6 +319,7 @@ class Run:
             if self.rollouts is not None:
                 self.rollouts.load(start.state, start.folder, start.step)
             log.info("resuming after step %d from %s", start.step, start.folder)
+        run_owner.check()
         if self.rollouts is not None:
             discard_from(self.folder / "rollouts", start.step + 1)
             recalled = self.durable.resume()
@@ -381,6 +390,7 @@ class Run:
         self.events.at_end(step=self.step)
         with self.timers("save_checkpoint"):
             is_saved = self.saver.wait()
+        run_owner.check()
         self.profiled.close()
         self.budget.write_times()
         self.writer.close()

@@ -20,6 +20,7 @@ from hpcrl.data.tokenizer import end_token_ids, load_tokenizer
 from hpcrl.model.hf.files import ADAPTER_CONFIG, TokenizerFiles, adapter_config, plan_files, write_beside
 from hpcrl.model.shape import Lora
 from hpcrl.plan.state import ITEMSIZE
+from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.spans import spans
 from hpcrl.runtime.store import KeyValueStore
@@ -99,6 +100,7 @@ class Saver:
         """
         self.wait()
         start = time.perf_counter()
+        run_owner.check()
         try:
             pending = self._store.begin(step)
             state = files(pending)
@@ -148,10 +150,12 @@ class Saver:
         problems = [part.problem for part in everyone if part.problem is not None]
         if problems:
             raise SaveError(*problems)
+        run_owner.check()
         files = [entry for part in everyone for entry in part.files]
         for role, plans in save.plans.items():
             files.append(describe(save.folder / role, list(plans.values()), parts[role]))
         began = time.perf_counter()
+        run_owner.check()
         self._store.commit(save.step, save.state, files, save.metric)
         spans.add_beside("commit", f"commit checkpoint of step {save.step}", began, time.perf_counter())
         return time.perf_counter() - save.start
@@ -179,6 +183,7 @@ class Saver:
             self._on_saved(save.step, self._store.folder(save.step))
 
     def _fail(self, step: int, problems: list[str]) -> None:
+        run_owner.check()
         self._store.discard(step)
         self._under_way, self._last_failed = None, True
         self._num_failed += 1

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.json_file import read_json, replace_json
 from hpcrl.telemetry.progress import PhaseTimers, duration
@@ -58,7 +59,7 @@ class TimeBudget:
     def check(self, *phases: str) -> None:
         """Raise StopRequested if a signal was received, or if the phases and a save do not fit."""
         if not self._has_begun:
-            setup = self.clock() - psutil.Process().create_time()
+            setup = self.clock() - psutil.Process().create_time() - run_owner.seconds_waited()
             self._times["setup_s"] = max(setup, self._times.get("setup_s", 0.0))
             if self.total_steps is not None:
                 self._times["total_steps"] = self.total_steps
@@ -124,6 +125,7 @@ def check_progress(
 
 
 def write_json(path: Path, value: Any) -> None:
+    run_owner.check()
     try:
         replace_json(path, value)
     except OSError as error:

@@ -25,6 +25,7 @@ from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rewards.manager import has_acc
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.scoring import failed_scores, score
+from hpcrl.runtime import run_owner
 from hpcrl.telemetry.writer import generations_table, write_generations
 
 if TYPE_CHECKING:
@@ -278,6 +279,7 @@ class Validator:
             if self.folder is not None:
                 written += self._generations(batch, range(len(batch)), way, step)
         if self.folder is not None:
+            run_owner.check()
             try:
                 write_generations(self.folder / f"{step}.jsonl", written)
             except OSError as error:

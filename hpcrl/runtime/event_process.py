@@ -1,7 +1,8 @@
 """What the process of `job.on_event` runs: one command after the other, for each event that rank 0 reports.
 
 A launcher's signals do not end it. When rank 0 ends, or an exit.json appears that no planned end has written, it
-reports the run's end, has END_SECONDS for the commands, and exits. Standard library only, so that it starts fast.
+reports the run's end, has END_SECONDS for the commands, and exits. Once another job has taken the run's folder, it
+starts no command. Standard library only, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from hpcrl.runtime import run_owner
 from hpcrl.sandbox.foreign_text import ERRORS, writable
 from hpcrl.sandbox.process_tree import STOP_SIGNALS
 
@@ -34,12 +36,13 @@ CONTINUES = ("started", "saved")
 
 
 class Settings(NamedTuple):
-    """folder: of the run. job, restart: Slurm's."""
+    """folder: of the run. job, restart: Slurm's. owner: number of the job among the folder's owners, if it has one."""
 
     folder: str
     commands: tuple[str, ...]
     job: str | None = None
     restart: int = 0
+    owner: int | None = None
 
 
 class Pending(NamedTuple):
@@ -118,7 +121,7 @@ class Runner:
     def _unplanned_end(self) -> dict[str, Any] | None:
         """The contents of exit.json, if it is that of a hang or an error."""
         found = self._exit_json()
-        return found if found.get("code") not in (None, DONE, REQUEUE) else None
+        return found if found.get("code") not in (None, DONE, REQUEUE) and not self._is_lost() else None
 
     def _exit_json(self) -> dict[str, Any]:
         try:
@@ -166,7 +169,14 @@ class Runner:
             elif time.monotonic() - running.began > COMMAND_SECONDS:
                 self._finish(running, f"killed after {COMMAND_SECONDS:.0f} s")
         if self._running is None and self._queue:
-            self._start(self._queue.popleft())
+            if self._is_lost():
+                self._queue.clear()
+            else:
+                self._start(self._queue.popleft())
+
+    def _is_lost(self) -> bool:
+        owner = self._settings.owner
+        return owner is not None and run_owner.is_lost(self._folder, owner)
 
     def _start(self, pending: Pending) -> None:
         line = json.dumps(pending.event, default=str)

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hpcrl.runtime import exits
+from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.event_process import END_SECONDS, MOST_BYTES, RECORD, Settings, serve
 from hpcrl.sandbox import fork_server
 
@@ -46,7 +46,7 @@ class Events:
         """Start the process, through the fork server. Never raises: a run does not depend on it."""
         events = cls()
         job, restart = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT")
-        settings = Settings(str(run_dir), tuple(commands), job, int(restart or 0))
+        settings = Settings(str(run_dir), tuple(commands), job, int(restart or 0), run_owner.number())
         try:
             reader, events._events = fork_server.context().Pipe(duplex=False)
             events._results, writer = fork_server.context().Pipe(duplex=False)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from hpcrl.runtime import run_owner
 from hpcrl.runtime.launcher import is_first_launched, launched_rank
 from hpcrl.sandbox import fork_server
 from hpcrl.sandbox.foreign_text import writable
@@ -133,14 +134,18 @@ def write_exit(
     phase: str | None = None,
     error: str | None = None,
 ) -> bool:
-    """Write exit.json atomically, and only if none exists: the first rank that fails is the cause.
+    """Write exit.json atomically, and only if none exists: the first rank that fails is the cause. `start` in it, if
+    there is one, is HPCRL_START of the batch script, by which the script finds its own.
 
     Returns whether this call wrote it. Returns True as well without a run directory, or if the file cannot be written,
     so that the caller still reports the error.
     """
     if run_dir is None:
         return True
+    run_owner.check()
     record = {"code": code, "rank": rank, "role": role, "phase": phase, "error": error}
+    if start := os.environ.get("HPCRL_START"):
+        record["start"] = start
     target = Path(run_dir) / "exit.json"
     try:
         draft = target.with_name(f".exit.{secrets.token_hex(8)}")

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
-from hpcrl.runtime import exits, rank_status, watchdog
+from hpcrl.runtime import exits, rank_status, run_owner, watchdog
 from hpcrl.runtime.events import prepare as prepare_events
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import end_of_allocation, is_first_launched
@@ -49,6 +49,7 @@ def run_spmd(
     main: Callable[[World, C], int],
     *,
     stop: StopRequests | None = None,
+    prepare_folder: Callable[[C], None] = lambda config: None,
     memory_advice: Advice[C] | None = None,
 ) -> NoReturn:
     """Run a job on every rank that the launcher started, and end the process with the job's exit code.
@@ -59,6 +60,8 @@ def run_spmd(
         main: the job on every rank; returns the exit code. The highest code of all ranks counts.
         stop: for a job whose `main` polls `world.stop` and ends when a signal has arrived. Otherwise SIGTERM and
             SIGUSR1 kill. The commands of `job.on_event` are for such jobs.
+        prepare_folder: makes what the run directory has to hold before the start. Runs on rank 0 only, once this job
+            owns the directory.
         memory_advice: returns what to add to the error of a rank whose GPU is out of memory.
 
     A user error that all ranks raise ends the job with exit code 2. Any other exception ends it by MPI_Abort, with the
@@ -77,7 +80,7 @@ def run_spmd(
     run_dir = None
     status = RankStatus(phase="start")
     try:
-        config = load_once(comm, load)
+        config = load_once(comm, load, prepare_folder)
         run_dir = run_directory(config)
         if stop is not None:
             stop.enter_run(comm.rank, run_dir)
@@ -125,26 +128,27 @@ def run_spmd(
     finish(code)
 
 
-def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
-    """Load the configuration and make the run directory on rank 0, and return the configuration on every rank.
+def load_once(comm: MPI.Intracomm, load: Callable[[], C], prepare_folder: Callable[[C], None]) -> C:
+    """Load the configuration and take the run directory on rank 0, and return the configuration on every rank.
 
     A user error is raised on all ranks. Collective.
     """
 
-    def load_and_make() -> C | None:
+    def load_and_take() -> tuple[C, int] | None:
         if comm.rank != 0:
             return None
         config = load()
         set_umask(config)
-        path = run_directory(config)
-        make_run_directory(path)
-        if config.run.group_readable:  # which a folder of an earlier attempt need not be
-            path.chmod(path.stat().st_mode | 0o050)
-        return config
+        number = take_run_directory(config)
+        prepare_folder(config)
+        return config, number
 
-    loaded: C = broadcast_object(comm, run_collectively(comm, load_and_make))
-    set_umask(loaded)
-    return loaded
+    loaded: tuple[C, int] = broadcast_object(comm, run_collectively(comm, load_and_take))
+    config, number = loaded
+    set_umask(config)
+    if comm.rank != 0:
+        run_owner.hold(run_directory(config), number, config.run.owner_heartbeat_seconds, comm.rank)
+    return config
 
 
 def set_umask(config: Any) -> None:
@@ -180,12 +184,18 @@ def directory_mode(config: Any) -> int:
     return 0o777 & ~(GROUP_READABLE if config.run.group_readable else PRIVATE)
 
 
-def make_run_directory(path: Path) -> None:
-    """Make the run directory, with the umask's mode, and remove exit.json and heartbeats of an earlier attempt."""
+def take_run_directory(config: Any) -> int:
+    """Make the run directory, with the umask's mode, become its owner, and remove exit.json and heartbeats of an
+    earlier attempt. Returns the owner's number."""
+    path = run_directory(config)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        number = run_owner.take(path, config.run.owner_heartbeat_seconds)
+        if config.run.group_readable:  # which a folder of an earlier attempt need not be
+            path.chmod(path.stat().st_mode | 0o050)
         (path / "exit.json").unlink(missing_ok=True)
         shutil.rmtree(path / rank_status.FOLDER, ignore_errors=True)
+        return number
     except OSError as error:
         why = f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name"
         raise InputError(why) from error

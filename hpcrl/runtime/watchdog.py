@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from hpcrl.runtime import exits, rank_status
+from hpcrl.runtime import exits, rank_status, run_owner
 from hpcrl.runtime.launcher import format_spans, node_name
 from hpcrl.runtime.mpi import wait_time
 from hpcrl.runtime.rank_status import Heartbeat, Peers, PeerStatus, RankStatus
@@ -394,6 +394,7 @@ class Watchdog:
         self._report_state, self._has_dumped = 0, False
 
     def _end(self, diagnosis: Diagnosis) -> NoReturn:
+        run_owner.check()
         stacks = {rank: _text_of(rank_status.stacks_path(self._folder, rank)) for rank in diagnosis.culprits}
         slow = _text_of(self._run_dir / STRAGGLERS_FILE).splitlines()[-5:]
         first = diagnosis.first

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hpcrl.runtime import exits, gpus, heap, mpi
+from hpcrl.runtime import exits, gpus, heap, mpi, run_owner
 from hpcrl.runtime.events import Events
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.gpus import rank_threads, select_device
@@ -262,7 +262,9 @@ def finish(code: int) -> NoReturn:
     from mpi4py import MPI
 
     flush()
+    release_folder = run_owner.let_go()
     barrier(MPI.COMM_WORLD)
+    release_folder()
     while _to_close:
         _to_close.pop()()
     if "torch.distributed" in sys.modules:

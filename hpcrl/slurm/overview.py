@@ -22,7 +22,7 @@ from hpcrl.slurm.status import (
     check_is_run,
     read_progress,
     read_queue,
-    state_of,
+    states_of,
     step_and_eta,
     summary,
 )
@@ -67,16 +67,15 @@ def overview(runs: Sequence[Path]) -> str:
     found = {run: read_progress(run) for run in dict.fromkeys(runs)}
     jobs = {run: _jobs_of(run, progress) for run, progress in found.items()}
     queue = read_queue(sorted({job for of_run in jobs.values() for job in of_run}))
+    queued = {run: next((queue[job] for job in jobs[run] if job in queue), None) if queue else None for run in found}
     names = Counter(run.resolve().name for run in found)
-    table, states = [HEADER], []
-    for run, progress in found.items():
-        queued = next((queue[job] for job in jobs[run] if job in queue), None) if queue is not None else None
-        state, note = state_of(queued, progress)
-        states.append(state)
+    table = [HEADER]
+    states = states_of([(run, queued[run], progress) for run, progress in found.items()])
+    for (run, progress), (state, note) in zip(found.items(), states, strict=True):
         name = run.resolve().name
-        table.append(_line(str(run) if names[name] > 1 else name, run, progress, queued, state, note))
+        table.append(_line(str(run) if names[name] > 1 else name, run, progress, queued[run], state, note))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return "\n".join([*aligned(table, width), "", summary(states, queue)])
+    return "\n".join([*aligned(table, width), "", summary([state for state, _ in states], queue)])
 
 
 def _jobs_of(run: Path, progress: Progress) -> list[str]:

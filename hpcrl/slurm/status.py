@@ -5,7 +5,6 @@ It reads the runs' files and asks squeue, so it needs neither MPI nor torch, and
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import time
@@ -14,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpcrl.runtime import exits
+from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.runtime.json_file import read_json
-from hpcrl.runtime.rank_status import FOLDER as HEARTBEATS
-from hpcrl.runtime.rank_status import heartbeat_path
 from hpcrl.sandbox.foreign_text import printable
 from hpcrl.slurm import chain
 from hpcrl.slurm.chain import Link
@@ -29,7 +26,6 @@ from hpcrl.telemetry.runlog import last_rows
 RUNS_FOLDER = "runs"  # what a command without arguments shows: the default of run.dir
 STEPS_OF_SPEED = 10  # the last steps, whose mean time the ETA is computed from
 FORMAT = "%i|%T|%r|%N|%S|%A|%L"
-HEARTBEAT_SECONDS = 60.0  # a run whose rank 0 has written no heartbeat for longer does not run
 WATCH_SECONDS = 10.0
 CLEAR = "\x1b[H\x1b[2J"
 
@@ -49,8 +45,7 @@ class Queued:
 @dataclass(frozen=True)
 class Progress:
     """What a run's files say. exit: its exit.json, {} while it runs. rows: metrics of the last steps. job: Slurm's id
-    and ends_at the end of the allocation, in seconds since the epoch, of the last slice. beats: rank 0 writes
-    heartbeats."""
+    and ends_at the end of the allocation, in seconds since the epoch, of the last slice."""
 
     step: int | None
     total: int | None
@@ -60,7 +55,6 @@ class Progress:
     rows: Mapping[int, Mapping[str, float]]
     job: str | None = None
     ends_at: float | None = None
-    beats: bool = False
 
     @property
     def seconds_left(self) -> float | None:
@@ -132,17 +126,14 @@ def report(run: Path) -> str:
         links = [Link("run", 0, 0, read_progress(run).job or "", (str(run),), str(run))]
     queue = read_queue([link.job for link in links if link.job])
     table = [["job", "run", "nodes", "Slurm job", "slice", "step", "ETA", "state"]]
-    states: list[str] = []
-    for link in links:
-        for number, folder in enumerate(link.runs):
-            job = link.job_of(number)
-            inside = Path(folder, link.command) if link.command in INSIDE_RUN else Path(folder)
-            progress = read_progress(inside)
-            queued = queue.get(job) if queue is not None else None
-            state, note = state_of(queued, progress)
-            states.append(state)
-            table.append(row(link, Path(folder), job, progress, state, note))
-    return "\n".join([*aligned(table), "", summary(states, queue)])
+    runs = [(link, Path(folder), link.job_of(number)) for link in links for number, folder in enumerate(link.runs)]
+    found = []
+    for link, folder, job in runs:
+        inside = folder / link.command if link.command in INSIDE_RUN else folder
+        found.append((inside, (queue or {}).get(job), read_progress(inside)))
+    states = states_of(found)
+    table += [row(*run, files[2], *state) for run, files, state in zip(runs, found, states, strict=True)]
+    return "\n".join([*aligned(table), "", summary([word for word, _ in states], queue)])
 
 
 def summary(states: Sequence[str], queue: Mapping[str, Queued] | None) -> str:
@@ -179,8 +170,22 @@ def step_and_eta(progress: Progress, state: str) -> tuple[str, str]:
     return step, "-" if left is None else duration(left)
 
 
-def state_of(queued: Queued | None, progress: Progress) -> tuple[str, str]:
-    """A word for the state, and what else there is to say. `queued`: None for a job that is not in the queue."""
+def states_of(runs: Sequence[tuple[Path, Queued | None, Progress]]) -> list[tuple[str, str]]:
+    """A word for the state of each run's folder, and what else there is to say. The second entry is None for a job that
+    is not in the queue. Where neither Slurm nor exit.json decides, the owner of the folder does."""
+    is_open = [
+        folder
+        for folder, queued, progress in runs
+        if "code" not in progress.exit and (queued is None or queued.state == "PENDING")
+    ]
+    owners = run_owner.live_owners(is_open)
+    return [state_of(queued, progress, owners.get(folder)) for folder, queued, progress in runs]
+
+
+def state_of(queued: Queued | None, progress: Progress, owner: run_owner.Found | None) -> tuple[str, str]:
+    """As `states_of`. owner: the job that owns the folder, if it runs."""
+    if owner is not None:
+        return "running", f"on {owner.owner.host}" if owner.owner is not None else ""
     if queued is not None:
         if queued.state == "PENDING":
             if queued.reason.startswith("Dependency"):
@@ -195,11 +200,9 @@ def state_of(queued: Queued | None, progress: Progress) -> tuple[str, str]:
         return "stopped", "(saved; submit it again to continue)"
     if code is not None:
         return "failed", f"(exit code {code}: {' '.join(str(progress.exit.get('error')).split())[:120]})"
-    if progress.beats:
-        return "running", ""
     if progress.step is None and not progress.slices:
         return "not started", ""
-    return "stopped", "(no exit code: it was killed, or runs outside Slurm)"
+    return "stopped", "(no exit code: it was killed)"
 
 
 def read_progress(folder: Path) -> Progress:
@@ -219,16 +222,7 @@ def read_progress(folder: Path) -> Progress:
         rows=rows,
         job=job if isinstance(job, str) and job.isdecimal() else None,
         ends_at=ends_at if isinstance(ends_at, (int, float)) else None,
-        beats=_age(heartbeat_path(folder / HEARTBEATS, 0)) < HEARTBEAT_SECONDS,
     )
-
-
-def _age(path: Path) -> float:
-    """Seconds since the file was written; infinite if there is none."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return math.inf
 
 
 def read_queue(jobs: Sequence[str]) -> dict[str, Queued] | None:

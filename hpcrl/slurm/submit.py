@@ -16,13 +16,13 @@ from hpcrl.config.derive import JobDescription
 from hpcrl.config.inputs import inputs, missing
 from hpcrl.config.loader import quoted_path
 from hpcrl.config.schema import AUTO, Config, JobConfig
-from hpcrl.runtime import exits
+from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import directory_mode, run_directory
 from hpcrl.slurm import bundle, chain
 from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
-from hpcrl.slurm.template import Batch, render
+from hpcrl.slurm.template import INSIDE_RUN, Batch, render
 
 if TYPE_CHECKING:
     from hpcrl.slurm.forecast import Forecast
@@ -95,7 +95,7 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
     texts = [render(planned.batch, site, sys.prefix) for planned in plans]
     for planned, created in zip(plans, created_later, strict=True):
         _log(cost(planned.batch, site))
-        for line in missing_inputs(planned, created):
+        for line in [*runs_in_use(planned), *missing_inputs(planned, created)]:
             if not request.dry_run:
                 raise InputError(line)
             _log(f"warning: {line}")
@@ -138,6 +138,13 @@ def link(planned: PlannedJob, job: str) -> chain.Link:
     batch = planned.batch
     runs = tuple(map(str, batch.run_dirs))
     return chain.Link(batch.command, batch.job.nodes, batch.job.ntasks_per_node, job, runs, str(planned.folder))
+
+
+def runs_in_use(planned: PlannedJob) -> list[str]:
+    """Return a line for each run whose folder a job owns that runs: it would end the new one when that starts."""
+    batch = planned.batch
+    folders = [run / batch.command if batch.command in INSIDE_RUN else run for run in batch.run_dirs]
+    return [run_owner.in_use(folder, owner) for folder, owner in run_owner.live_owners(folders).items()]
 
 
 def missing_inputs(planned: PlannedJob, created_later: Collection[Path]) -> list[str]:

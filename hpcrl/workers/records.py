@@ -14,6 +14,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.roles import ARCHIVE, GENERATIONS
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
+from hpcrl.runtime import run_owner
 from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.archive import UPDATE_COLUMNS, PictureFolder, RolloutLog, log_path
 from hpcrl.telemetry.writer import json_line
@@ -69,6 +70,7 @@ class ArchiveWorker(InputsWorker):
 
         Returns the arguments of an OSError instead of raising it: the run continues on a full disk.
         """
+        run_owner.check()
         path = log_path(folder, batch.meta_info["step"], self.rank)
         try:
             self._write(batch, path)

@@ -16,6 +16,7 @@ import numpy as np
 from hpcrl.batch.pictures import Picture
 from hpcrl.config.schema import Config
 from hpcrl.rollout.protocol import Request, SamplingParams, ToolPicture, Trajectory
+from hpcrl.runtime import run_owner
 from hpcrl.telemetry.archive import Record, RecordLog, generation_log, generation_logs, read_records
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class ResponseJournal:
         path = generation_log(self._folder, self._step, self._rank)
         try:
             if self._log is None:
+                run_owner.check()
                 self._log = RecordLog(path, keep=True)
             self._log.append(self._record(request, done))
         except OSError as error:

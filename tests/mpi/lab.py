@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.cli import load_job
 from hpcrl.config.schema import Config
-from hpcrl.runtime.job import make_run_directory, run_directory
+from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.archive import RecordLog, generation_logs, read_records
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def run_job(world, name: str, config: Config) -> int:
     """`hpcrl NAME` on the ranks of the session's world; the exit code."""
     job = load_job(name)
     if world.rank == 0:
-        make_run_directory(run_directory(config))
+        run_directory(config).mkdir(parents=True, exist_ok=True)
     world.barrier()
     code = job(world, config, job.check_with_torch(config, world.size), Namespace()).main()
     world.barrier()

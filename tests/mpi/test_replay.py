@@ -18,7 +18,7 @@ from hpcrl.checkpoint.manifest import write_manifest
 from hpcrl.cli import load_job
 from hpcrl.run.replay import job_of, replayed
 from hpcrl.runtime.exits import DONE, OTHER, InputError
-from hpcrl.runtime.job import make_run_directory, run_directory
+from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.archive import read_step, step_path
 from hpcrl.telemetry.token_table import write_tokens
 from tests.mpi.lab import ROOT, Lab, own_layout
@@ -69,7 +69,8 @@ class Replays:
         loaded = world.run_collectively(lambda: job.load(arguments) if world.rank == 0 else None)
         config = world.broadcast_object(loaded)
         if world.rank == 0:
-            make_run_directory(run_directory(config))
+            run_directory(config).mkdir(parents=True, exist_ok=True)
+            job.prepare_folder(config, arguments)
         world.barrier()
         with self.caplog.at_level("INFO"):
             code = job(world, config, job.check_with_torch(config, world.size), arguments).main()

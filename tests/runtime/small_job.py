@@ -37,6 +37,7 @@ def load() -> SimpleNamespace:
             memory_snapshot=False,
             cpu_bind=True,
             full_determinism=False,
+            owner_heartbeat_seconds=10.0,
             watchdog=watchdog,
         )
     )

@@ -18,14 +18,14 @@ from hpcrl.runtime.event_process import RECORD, Runner, Settings
 class RankZero:
     """A run's folder, and a thread in which the loop runs."""
 
-    def __init__(self, folder: Path, *commands: str) -> None:
+    def __init__(self, folder: Path, *commands: str, owner: int | None = None) -> None:
         self.folder = folder
         (folder / "logs").mkdir()
         reader, self._events = os.pipe()
         self._results, writer = os.pipe()
         os.set_blocking(writer, False)
         self._log = open(folder / "logs" / "events.log", "ab", buffering=0)
-        runner = Runner(reader, writer, Settings(str(folder), commands), self._log)
+        runner = Runner(reader, writer, Settings(str(folder), commands, owner=owner), self._log)
         self.thread = threading.Thread(target=runner.run)
         self.thread.start()
 
@@ -53,6 +53,17 @@ class RankZero:
             return os.read(self._results, 1 << 16).decode()
         except BlockingIOError:
             return ""
+
+
+@pytest.mark.parametrize("newest", [1, 2])
+def test_no_command_runs_once_another_job_has_the_folder(tmp_path: Path, newest: int) -> None:
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / f"{newest:08d}.json").touch()
+    rank = RankZero(tmp_path, "true", owner=1)
+    rank.send(event="started", step=0, total_steps=9)
+    rank.die()
+    assert rank.ended()[-1:] == ([("failed", 0, None)] if newest == 1 else [])
+    assert ("true" in (tmp_path / "logs" / "events.log").read_text()) == (newest == 1)
 
 
 def test_events_run_in_order_and_the_end_is_the_last(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.runtime import exits
-from hpcrl.runtime.job import make_run_directory
+from hpcrl.config.schema import Config
+from hpcrl.runtime import exits, run_owner
+from hpcrl.runtime.job import take_run_directory
 
 
 def test_the_first_rank_that_fails_is_the_one_in_exit_json(tmp_path: Path) -> None:
@@ -19,8 +20,9 @@ def test_the_first_rank_that_fails_is_the_one_in_exit_json(tmp_path: Path) -> No
 
 def test_a_later_attempt_starts_without_the_earlier_exit_json(tmp_path: Path) -> None:
     exits.write_exit(tmp_path, 85)
-    make_run_directory(tmp_path)
+    take_run_directory(Config.model_validate({"run": {"dir": str(tmp_path.parent), "name": tmp_path.name}}))
     assert exits.write_exit(tmp_path, 0)
+    run_owner.let_go()()
 
 
 def test_a_report_is_made_even_where_exit_json_cannot_be_written(tmp_path: Path) -> None:

@@ -129,8 +129,8 @@ class Site:
 
     def srun(self, code: int, said: int | None = None) -> None:
         """srun ends with `code`; the program wrote `said` into exit.json."""
-        record = json.dumps({"code": said, "rank": None}, indent=1)
-        write = f"cat >{self.run}/exit.json <<'EOF'\n{record}\nEOF\n" if said is not None else ""
+        record = json.dumps({"code": said, "start": "$HPCRL_START"}, indent=1)
+        write = f"cat >{self.run}/exit.json <<EOF\n{record}\nEOF\n" if said is not None else ""
         self.command("srun", f'{write}printf "%s\\n" "$@" >{self.folder}/srun\nexit {code}')
 
     def slice(self, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -155,28 +155,31 @@ def site(tmp_path: Path) -> Site:
     ("srun", "said", "code"), [(0, 0, 0), (137, 1, 1), (137, 86, 86), (0, None, 0), (137, None, 137), (143, 0, 0)]
 )
 def test_exit_json_is_the_truth(site: Site, srun: int, said: int | None, code: int) -> None:
-    (site.run / "exit.json").write_text('{\n "code": 85\n}\n')  # of an earlier slice
+    (site.run / "exit.json").write_text('{\n "code": 85,\n "start": "41.0"\n}\n')  # of an earlier slice
     site.srun(srun, said)
     assert site.slice().returncode == code
     assert site.requeued == []
 
 
 @pytest.mark.parametrize(
-    ("fails", "writes_log", "code", "starts"), [(1, False, 0, 2), (9, False, 134, 3), (9, True, 134, 1)]
+    ("fails", "begins", "loses", "code", "starts"),
+    [(1, False, False, 0, 2), (9, False, False, 134, 3), (9, True, False, 134, 1), (9, True, True, 134, 3)],
 )
 def test_a_start_of_mpi_that_fails_is_tried_again(
-    site: Site, fails: int, writes_log: bool, code: int, starts: int
+    site: Site, fails: int, begins: bool, loses: bool, code: int, starts: int
 ) -> None:
-    """But nothing is that has begun, as rank 0's log tells: it was killed, and its job continues in another slice."""
-    tries, log = site.folder / "tries", site.run / "logs" / "rank_00000.log"
-    log.parent.mkdir()
-    log.write_text("of an earlier slice")
-    begins = f"date +%N >>{log}\n" if writes_log else ""
-    site.command("srun", f"{begins}echo >>{tries}\n(($(wc -l <{tries}) > {fails})) || exit 134")
+    """But nothing is that has begun and owns the run's folder: it was killed, and its job continues in another slice.
+    One that has lost the folder to another job is not continued; its next try finds that job."""
+    tries, owner = site.folder / "tries", site.run / "owner"
+    owner.mkdir()
+    (owner / "00000001.json").write_text('{\n "start": "41.0"\n}')  # of an earlier slice
+    takes = f"echo ' \"start\": \"'$HPCRL_START'\",' >{owner}/00000002.json\n" if begins else ""
+    takes += f'echo \' "start": "7.0",\' >{owner}/00000010.json\n' if loses else ""
+    site.command("srun", f"{takes}echo >>{tries}\n(($(wc -l <{tries}) > {fails})) || exit 134")
     ended = site.slice()
     assert (ended.returncode, tries.read_text().count("\n")) == (code, starts)
     assert ended.stderr.count("MPI did not start on all ranks (srun's exit code 134): try") == starts - 1
-    assert site.requeued == (["requeue 42"] if writes_log else [])
+    assert site.requeued == (["requeue 42"] if begins and not loses else [])
 
 
 def test_a_planned_stop_is_requeued(site: Site) -> None:

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.runtime import run_owner
 from hpcrl.slurm.chain import Link
 from hpcrl.slurm.chain import write as write_chain
 
@@ -103,15 +103,22 @@ def test_of_one_run_the_chain_is_shown(status: Callable[..., Any], tmp_path: Pat
     assert lines[1].split() == ["run", "a", "-", "41", "1", "20/100", "4m00s", "running", "on", "n1"]
 
 
-def test_a_run_outside_slurm_runs_while_its_heartbeat_is_new(status: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["", "elsewhere"])
+def test_a_run_outside_slurm_runs_while_its_owner_does(
+    status: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """Its process decides on this host, and its heartbeats elsewhere; clocks and times of files do not."""
     run = write_run(tmp_path / "runs" / "a", 20)
-    beat = run / "heartbeat" / "rank_00000"
-    beat.parent.mkdir()
-    beat.touch()
-    assert table(status(run.parent, squeue="exit 127"))["a"][0] == "running"
-    os.utime(beat, (time.time() - 600,) * 2)
-    done = status(run.parent, squeue="exit 127")
-    assert table(done)["a"][0] == "stopped"
+    with monkeypatch.context() as context:
+        if host:
+            context.setenv("SLURMD_NODENAME", host)
+        run_owner.take(run, 0.2)
+        assert table(status(run.parent, squeue="exit 127"))["a"][0] == "running"
+    run_owner.let_go()  # as if killed: no heartbeat follows
+    if not host:
+        record = run / "owner" / "00000001.json"
+        record.write_text(record.read_text().replace(f'"pid": {os.getpid()}', '"pid": 4194305'))
+    assert table(status(run.parent, squeue="exit 127"))["a"][0] == "stopped"
 
 
 @pytest.mark.parametrize(
