@@ -38,6 +38,7 @@ def load() -> SimpleNamespace:
             cpu_bind=True,
             full_determinism=False,
             owner_heartbeat_seconds=10.0,
+            group_readable=False,
             watchdog=watchdog,
         )
     )

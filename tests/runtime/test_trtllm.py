@@ -21,7 +21,8 @@ from types import SimpleNamespace
 from hpcrl.runtime.job import run_spmd
 watchdog = SimpleNamespace(enable=False)
 torch = dict(c10d_backend="gloo", nccl_timeout=60, cpu_bind=True, memory_snapshot=False, full_determinism=False)
-run = SimpleNamespace(dir="runs", name="small", owner_heartbeat_seconds=10.0, watchdog=watchdog, **torch)
+owned = dict(owner_heartbeat_seconds=10.0, group_readable=False)
+run = SimpleNamespace(dir="runs", name="small", watchdog=watchdog, **owned, **torch)
 run_spmd(lambda: SimpleNamespace(run=run, rollout=SimpleNamespace(engine="tensorrt_llm")), lambda world, config: 0)
 """
 
@@ -98,7 +99,8 @@ def main(world, config):
     return 0
 watchdog = SimpleNamespace(enable=False)
 torch = dict(c10d_backend="gloo", nccl_timeout=60, cpu_bind=True, memory_snapshot=False, full_determinism=False)
-run = SimpleNamespace(dir="runs", name="small", owner_heartbeat_seconds=10.0, watchdog=watchdog, **torch)
+owned = dict(owner_heartbeat_seconds=10.0, group_readable=False)
+run = SimpleNamespace(dir="runs", name="small", watchdog=watchdog, **owned, **torch)
 run_spmd(lambda: SimpleNamespace(run=run), main)
 """
 
