@@ -135,21 +135,13 @@ def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
         if comm.rank != 0:
             return None
         config = load()
-        set_umask(config)
-        path = run_directory(config)
-        make_run_directory(path)
-        if config.run.group_readable:  # which a folder of an earlier attempt need not be
-            path.chmod(path.stat().st_mode | 0o050)
+        make_run_directory(run_directory(config), is_shared=config.run.group_readable)
         return config
 
     loaded: C = broadcast_object(comm, run_collectively(comm, load_and_make))
-    set_umask(loaded)
-    return loaded
-
-
-def set_umask(config: Any) -> None:
-    if config.run.group_readable:
+    if loaded.run.group_readable:
         fork_server.set_umask(GROUP_READABLE)
+    return loaded
 
 
 def _explain_out_of_memory(
@@ -175,20 +167,32 @@ def run_directory(config: Any) -> Path:
     return Path(os.path.abspath(os.path.join(config.run.dir, config.run.name)))
 
 
-def directory_mode(config: Any) -> int:
-    """Mode of a run directory that is made before the job starts."""
-    return 0o777 & ~(GROUP_READABLE if config.run.group_readable else PRIVATE)
-
-
-def make_run_directory(path: Path) -> None:
-    """Make the run directory, with the umask's mode, and remove exit.json and heartbeats of an earlier attempt."""
+def make_run_directory(path: Path, *, is_shared: bool = False) -> None:
+    """Make the run directory, and remove exit.json and heartbeats of an earlier attempt."""
+    make_directory(path, is_shared=is_shared)
     try:
-        path.mkdir(parents=True, exist_ok=True)
         (path / "exit.json").unlink(missing_ok=True)
         shutil.rmtree(path / rank_status.FOLDER, ignore_errors=True)
     except OSError as error:
-        why = f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name"
-        raise InputError(why) from error
+        raise _cannot_make(path, error) from error
+
+
+def make_directory(path: Path, *, is_shared: bool) -> None:
+    """Make a folder of a run, for its user only. is_shared: run.group_readable; the user's group can read it too, with
+    the files of an earlier attempt."""
+    try:
+        made = [folder for folder in path.parents if not folder.exists()]
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_shared and path.stat().st_mode & 0o050 != 0o050:
+            for one in (*made, *path.rglob("*"), path):  # the folder last, so that a start that is killed is repeated
+                if not one.is_symlink():
+                    one.chmod(one.stat().st_mode | (0o050 if one.is_dir() else 0o040))
+    except OSError as error:
+        raise _cannot_make(path, error) from error
+
+
+def _cannot_make(path: Path, error: OSError) -> InputError:
+    return InputError(f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name")
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
