@@ -27,12 +27,12 @@ def checkpoint_bytes(config: Config, models: Mapping[str, RoleModel]) -> dict[st
     return roles
 
 
-def kept_checkpoints(trainer: TrainerConfig, steps: int | None) -> int | None:
+def kept_checkpoints(trainer: TrainerConfig, steps: int | None, *, saves_last: bool = False) -> int | None:
     """Largest number of checkpoints that exist at once in a run of so many steps, the one being written included; None
-    if it is not known."""
+    if it is not known. saves_last: the job saves after its last step, whatever trainer.save_freq is."""
     options = trainer.checkpoint
     if trainer.save_freq == -1:
-        return 0
+        return int(saves_last)
     written = None if steps is None else math.ceil(steps / trainer.save_freq)
     if trainer.max_ckpt_to_keep is None or (options.keep_every is not None and steps is None):
         return written

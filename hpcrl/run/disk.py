@@ -26,7 +26,7 @@ def report(job: TrainingJob, controller: Controller, folder: Path, steps_done: i
     """Log the bytes of a save, of the run and of the free space, and warn if the space will not do."""
     config = job.config
     save = sum(checkpoint_bytes(config, trained_models(job, controller)).values())
-    kept = kept_checkpoints(config.trainer, total_steps) or 0
+    kept = kept_checkpoints(config.trainer, total_steps, saves_last=job.saves_last) or 0
     archive = rollout_bytes(config, job.derived) if isinstance(job.derived, Derived) else 0
     existing = len(CheckpointStore(folder / "checkpoints").listed())
     free = shutil.disk_usage(folder).free
@@ -44,10 +44,10 @@ def trained_models(job: TrainingJob, controller: Controller) -> dict[str, RoleMo
     """The models that checkpoints hold, by role."""
     config, inputs, found = job.config, job.inputs, dict[str, RoleModel]()
     for spec in job.all_roles():
-        if spec.trains and spec.head is not None:
+        optim = job.optim_of(spec)
+        if optim is not None and spec.head is not None:
             shape, itemsize = inputs.shapes.get(spec.name, inputs.shape), ITEMSIZE[spec.architecture(config).dtype]
             lora = Lora.from_config(config.model) if spec.path == "actor" else None
-            optim = spec.config_of(config).optim
             found[spec.name] = RoleModel(shape, controller[spec.name].layout, spec.head, itemsize, optim, lora=lora)
     return found
 
@@ -62,7 +62,7 @@ def forecast(
     """
     to_come = max(kept - existing, 0) * save + archive * steps
     if kept == 0:
-        saves = "no checkpoint (trainer.save_freq=-1)"
+        saves = f"{size(save)} per save, only if the run is stopped (trainer.save_freq=-1)"
     else:
         rule = config.trainer.max_ckpt_to_keep
         which = "all stay (trainer.max_ckpt_to_keep=null)" if rule is None else f"trainer.max_ckpt_to_keep={rule}"

@@ -25,7 +25,7 @@ from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, InputError
-from hpcrl.runtime.job import directory_mode, run_directory
+from hpcrl.runtime.job import make_directory, run_directory
 from hpcrl.runtime.json_file import replace_json
 from hpcrl.telemetry.progress import PhaseTimers
 
@@ -147,11 +147,7 @@ class SamplingJob(Job):
 def inside_run(config: Config, name: str) -> Config:
     """`config` of a job whose run directory is <run>/<name>; <run> is made."""
     folder = run_directory(config)
-    try:
-        folder.mkdir(mode=directory_mode(config), parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"cannot make the run directory {folder}: {error.strerror}; change run.dir or run.name"
-        raise InputError(why) from None
+    make_directory(folder, is_shared=config.run.group_readable)
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder), "name": name})})
 
 

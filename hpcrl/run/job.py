@@ -19,7 +19,7 @@ from hpcrl.config.placement import place
 from hpcrl.config.plugins import load_plugins
 from hpcrl.config.roles import ACTOR, EXPORT, RoleSpec, with_own
 from hpcrl.config.rules import check_checkpoints
-from hpcrl.config.schema import Config, PositiveOrMinusOne, Section, extended
+from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section, extended
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sampler import OrderedSampler, file_order, steps_for_epochs
@@ -264,6 +264,10 @@ class TrainingJob(Job):
                 check_longest(found[spec.name], config, spec.path)
         return found
 
+    def optim_of(self, spec: RoleSpec) -> OptimConfig | None:
+        """The optimizer of a role; None if it is not trained."""
+        return getattr(spec.config_of(self.config), "optim", None) if spec.trains else None
+
     def stands_for(self, role: str) -> str:
         """The role whose workers are called for `role`."""
         return role
@@ -434,6 +438,10 @@ class SupervisedJob(TrainingJob):
 
     def position(self, step: int) -> dict[str, Any]:
         return {**super().position(step), "sampler": self.order.state_dict()}
+
+    def optim_of(self, spec: RoleSpec) -> OptimConfig | None:
+        own: OptimConfig | None = getattr(self.own, "optim", None)
+        return own if own is not None and spec.name == self.trained_role else super().optim_of(spec)
 
     @property
     def validation_freq(self) -> int:

@@ -179,26 +179,38 @@ def run_directory(config: Any) -> Path:
     return Path(os.path.abspath(os.path.join(config.run.dir, config.run.name)))
 
 
-def directory_mode(config: Any) -> int:
-    """Mode of a run directory that is made before the job starts."""
-    return 0o777 & ~(GROUP_READABLE if config.run.group_readable else PRIVATE)
-
-
 def take_run_directory(config: Any) -> int:
-    """Make the run directory, with the umask's mode, become its owner, and remove exit.json and heartbeats of an
-    earlier attempt. Returns the owner's number."""
+    """Make the run directory, become its owner, and remove exit.json and heartbeats of an earlier attempt. Returns the
+    owner's number."""
     path = run_directory(config)
+    make_directory(path, is_shared=False)
     try:
-        path.mkdir(parents=True, exist_ok=True)
         number = run_owner.take(path, config.run.owner_heartbeat_seconds)
-        if config.run.group_readable:  # which a folder of an earlier attempt need not be
-            path.chmod(path.stat().st_mode | 0o050)
+        if config.run.group_readable:
+            make_directory(path, is_shared=True)
         (path / "exit.json").unlink(missing_ok=True)
         shutil.rmtree(path / rank_status.FOLDER, ignore_errors=True)
         return number
     except OSError as error:
-        why = f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name"
-        raise InputError(why) from error
+        raise _cannot_make(path, error) from error
+
+
+def make_directory(path: Path, *, is_shared: bool) -> None:
+    """Make a folder of a run, for its user only. is_shared: run.group_readable; the user's group can read it too, with
+    the files of an earlier attempt."""
+    try:
+        made = [folder for folder in path.parents if not folder.exists()]
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_shared and path.stat().st_mode & 0o050 != 0o050:
+            for one in (*made, *path.rglob("*"), path):  # the folder last, so that a start that is killed is repeated
+                if not one.is_symlink():
+                    one.chmod(one.stat().st_mode | (0o050 if one.is_dir() else 0o040))
+    except OSError as error:
+        raise _cannot_make(path, error) from error
+
+
+def _cannot_make(path: Path, error: OSError) -> InputError:
+    return InputError(f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name")
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):

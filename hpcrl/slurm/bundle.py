@@ -32,7 +32,7 @@ from hpcrl.config.inputs import file_of, inputs
 from hpcrl.config.paths import literal
 from hpcrl.config.schema import Config
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.job import directory_mode, run_directory
+from hpcrl.runtime.job import make_directory, run_directory
 
 BUNDLE = "bundle"
 MAX_COPIED = 64 << 20  # bytes; larger files are links, hashed in place
@@ -56,7 +56,7 @@ def stage(config: Config, root: Path, created_later: Collection[Path], report: C
     bundle of an earlier submission is reused.
     """
     run_dir = run_directory(config)
-    run_dir.mkdir(mode=directory_mode(config), parents=True, exist_ok=True)
+    make_directory(run_dir, is_shared=config.run.group_readable)
     link, staging = run_dir / BUNDLE, run_dir / f"{BUNDLE}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     _copy_code(root, staging / "code")

@@ -18,7 +18,7 @@ from hpcrl.config.loader import quoted_path
 from hpcrl.config.schema import AUTO, Config, JobConfig
 from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.job import directory_mode, run_directory
+from hpcrl.runtime.job import make_directory, run_directory
 from hpcrl.slurm import bundle, chain
 from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
@@ -114,7 +114,7 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
         for staged in bundles:
             _log(f"staged {staged}")
         batch = replace(planned.batch, bundles=tuple(staged.name for staged in bundles))
-        planned.folder.mkdir(mode=directory_mode(planned.configs[0]), parents=True, exist_ok=True)
+        make_directory(planned.folder, is_shared=planned.configs[0].run.group_readable)
         planned.script.write_text(render(batch, site, sys.prefix), encoding="utf-8")
     jobs = submit_chain([planned.script for planned in plans])
     chain.write([link(planned, job) for planned, job in zip(plans, jobs, strict=True)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, TrainerConfig
+from hpcrl.plan.disk import kept_checkpoints
 from hpcrl.run.disk import forecast
+from hpcrl.run.inference import inside_run
 from tests.run.small_run import MODEL, checkpoints, log_of, run_folder, train
 
 STEPS = 5
@@ -14,7 +17,9 @@ STEPS = 5
 
 def test_a_run_says_what_it_will_write_and_keeps_three_checkpoints_for_its_group(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
-    run.mkdir(mode=0o700, parents=True)  # as of an earlier attempt
+    (run / "logs").mkdir(mode=0o700, parents=True)  # as of an earlier attempt
+    run.chmod(0o700)
+    (run / "logs" / "rank_00000.log").touch(mode=0o600)
     sections = {
         "run": {"name": "ends", "dir": str(tmp_path / "runs"), "group_readable": True},
         "model": MODEL | {"hidden_size": 128, "ffn_hidden_size": 256},
@@ -37,6 +42,17 @@ def test_a_run_says_what_it_will_write_and_keeps_three_checkpoints_for_its_group
     assert [str(path) for path in written if path.stat().st_mode & 0o077 != (0o050 if path.is_dir() else 0o040)] == []
 
 
+def test_the_folder_around_a_job_of_a_run_is_open_to_the_group_too(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"dir": str(tmp_path / "runs"), "name": "mine", "group_readable": True}})
+    umask = os.umask(0o077)
+    try:
+        inside = inside_run(config, "generate").run
+    finally:
+        os.umask(umask)
+    assert inside.dir == str(tmp_path / "runs" / "mine")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "runs", tmp_path / "runs" / "mine")} == {0o750}
+
+
 def test_a_run_that_began_without_a_bound_keeps_all_checkpoints(tmp_path: Path) -> None:
     sections = {"algorithm": {"adv_estimator": "grpo"}}
     assert train(tmp_path, 1, trainer={"total_training_steps": 1, "max_ckpt_to_keep": None}, **sections) == 0
@@ -55,4 +71,5 @@ def test_a_disk_without_space_is_named() -> None:
     text, missing = forecast(everything, save=10**9, kept=10, existing=12, archive=0, steps=100, free=10)
     assert "all stay" in text and missing == -10
     never = forecast(Config(), save=10**9, kept=0, existing=0, archive=0, steps=100, free=10)
-    assert "no checkpoint" in never[0] and never[1] == -10
+    assert "1.00 GB per save, only if the run is stopped" in never[0] and never[1] == -10
+    assert kept_checkpoints(TrainerConfig(), 100, saves_last=True) == 1
