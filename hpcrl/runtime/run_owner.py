@@ -185,7 +185,8 @@ def watch(found: Mapping[Path, Found], heartbeats: float) -> set[Path]:
         time.sleep(pause)
         left = {folder: seconds - pause for folder, seconds in left.items()}
         changed |= {folder for folder in left if newest(folder) != found[folder]}
-        left = {folder: s for folder, s in left.items() if folder not in changed and s > pause / 2}
+        # The last look comes one pause early: looks take time as well, and nothing waits for more than `heartbeats`.
+        left = {folder: s for folder, s in left.items() if folder not in changed and s > 1.5 * pause}
     return changed
 
 
