@@ -43,10 +43,12 @@ class Answers:
         key: str,
         world: World | None = None,
     ) -> None:
-        texts = [
-            "".join(split_end(tokenizer, self._text(prompts, row, value, cfg, name, key)))
+        parts = [
+            split_end(tokenizer, self._text(prompts, row, value, cfg, name, key))
             for row, value in enumerate(prompts.values(name))
         ]
+        self.empty_rows = [row for row, (text, _) in enumerate(parts) if not text.strip()]
+        texts = ["".join(it) for it in parts]
         limit, all_rows = cfg.max_response_length, range(len(prompts))
         ends = end_token_ids(tokenizer)
 
@@ -175,6 +177,14 @@ class AnswerDataset:
     def locate(self, row: int, index: int) -> Located:
         """Return where the patches of item `index` come from, for a process that decodes them."""
         return self.prompts.locate(row, index)
+
+    def check_not_empty(self, name: str) -> None:
+        """Raise InputError for a row of whose answer only the end-of-sequence token would be trained."""
+        for row in self._sides[0].empty_rows[:1]:
+            raise InputError(
+                f"{self.where(row)}: the answer in {name!r} is empty, so that only its end-of-sequence token would be "
+                "trained; remove the row, or set data.accept_dropped_parts=true"
+            )
 
     @property
     def num_filtered(self) -> int:

@@ -56,12 +56,20 @@ def check_characters(tokenizer: PreTrainedTokenizerBase, text: str, where: str) 
             f"{where}: found half of a surrogate pair, {half[0]!r}, after {before!r}; expected Unicode text; "
             "remove it, or the row"
         )
-    for character in sorted(set(text)):
-        if _is_dropped(tokenizer, character):
-            raise InputError(
-                f"{where}: the tokenizer has no token for {character!r} in {text[:80]!r}; "
-                "expected text in its vocabulary; use another model.tokenizer"
-            )
+    if dropped := [character for character in sorted(set(text)) if _is_dropped(tokenizer, character)]:
+        rest = _added_tokens(tokenizer).sub("", text)  # their characters need no token of their own
+        for character in dropped:
+            if character in rest:
+                raise InputError(
+                    f"{where}: the tokenizer has no token for {character!r} in {text[:80]!r}; "
+                    "expected text in its vocabulary; use another model.tokenizer"
+                )
+
+
+@functools.lru_cache(16)
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the text of the tokens that are found before the model of the tokenizer runs, such as special ones."""
+    return re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())) or "(?!)")
 
 
 @functools.lru_cache(2**16)

@@ -51,7 +51,8 @@ class Rendering:
         return self._template.text(messages, self._where, generation_prompt=generation_prompt, **self._options)
 
     def check(self, text: str, ends: Sequence[str]) -> None:
-        """Raise InputError if `text`, which is trained, lacks a part of the message, or is one of `ends` only."""
+        """Raise InputError if `text`, which is trained, lacks a part of the message, or if the message has nothing but
+        `ends`: templates may add an empty thought."""
         accept = "set data.accept_dropped_parts=true"
         message = self._messages[self._number]
         part = missing_part(message, text)
@@ -64,9 +65,10 @@ class Rendering:
                 f"{self._where}: message {self._number}: the chat template does not render all of {part}, so that it "
                 f"would not be trained; use a data.chat_template that renders it, remove it from the row, or {accept}"
             )
+        said = "".join(_texts([message.get(name) for name in TEXTS]))
         for end in ends:
-            text = text.replace(end, "")
-        if not text.strip():
+            said = said.replace(end, "")
+        if not (said.strip() or _has_calls(message)):
             raise InputError(
                 f"{self._where}: message {self._number} is empty, so that at most its end-of-sequence token would be "
                 f"trained; remove the row, or {accept}"
@@ -118,7 +120,7 @@ def missing_part(message: Mapping[str, Any], text: str) -> str | None:
     for name, part in parts:
         if not _stands(part, text):
             return f"{name} {_short(part)}"
-    if not (message.get("tool_calls") or message.get("function_call")):
+    if not _has_calls(message):
         return None
     rest = _plain(text)
     for _, part in parts:  # which may mention a tool call
@@ -144,6 +146,10 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict):
         for name in ("text", *TEXTS):
             yield from _texts(value.get(name))
+
+
+def _has_calls(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls") or message.get("function_call"))
 
 
 def _calls(message: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -199,6 +205,8 @@ def _spellings(value: Any) -> list[str]:
         return [str(value), str(value).lower()]
     if isinstance(value, _Literal):
         return [value, str(float(value))]
+    if isinstance(value, float):
+        return [str(value), json.dumps(value)]  # nan, NaN
     return [_plain(str(value))]
 
 
@@ -207,7 +215,7 @@ def _plain(text: str) -> str:
     if "\\" in text:
         text = _ESCAPE.sub(_unescaped, text)
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return " ".join(text.split())
+    return " ".join(text.replace("\b", " ").split())
 
 
 def _unescaped(match: re.Match[str]) -> str:

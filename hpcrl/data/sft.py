@@ -49,7 +49,10 @@ class SftDataset:
                 self._files.append(Conversations(path, tokenizer, cfg, *options))
             else:
                 columns = {"sft.answer_key": answer_key}
-                self._files.append(AnswerDataset([path], tokenizer, cfg, columns, num_left, world, images, only))
+                answers = AnswerDataset([path], tokenizer, cfg, columns, num_left, world, images, only)
+                if not cfg.accept_dropped_parts:
+                    answers.check_not_empty(answer_key)
+                self._files.append(answers)
         self._starts = np.cumsum([0, *map(len, self._files)])
 
     @property

@@ -168,10 +168,10 @@ def majority(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
 def _blocks(prompts: Sequence[Sequence[int]], variables: Variables) -> Iterator[Block]:
     """Blocks of the samples of one data source, given as rows per prompt."""
     acc = variables.get("acc")
-    has_acc = acc is not None and any(acc[row] is not None for rows in prompts for row in rows)
+    any_acc = acc is not None and any(acc[row] is not None for rows in prompts for row in rows)
     alike: dict[tuple[tuple[str, ...], int, bool], list[tuple[list[list[float]], list[int]]]] = defaultdict(list)
     for rows in prompts:
-        of_prompt = _values_of_prompt(rows, variables, has_acc)
+        of_prompt = _values_of_prompt(rows, variables, any_acc)
         groups: dict[tuple[int, bool], list[str]] = defaultdict(list)
         for name, (numbers, preds) in of_prompt.items():
             groups[len(numbers), preds is not None].append(name)
@@ -186,14 +186,14 @@ def _blocks(prompts: Sequence[Sequence[int]], variables: Variables) -> Iterator[
 
 
 def _values_of_prompt(
-    rows: Sequence[int], variables: Variables, has_acc: bool
+    rows: Sequence[int], variables: Variables, any_acc: bool
 ) -> dict[str, tuple[list[float], list[Value] | None]]:
     """Variable -> (its numbers, their preds or None); variables without values, or with text, are left out."""
     found = {}
     for name, column in variables.items():
         scored = [row for row in rows if column[row] is not None]
         values: list[Any] = [column[row] for row in scored]
-        if name == "acc" and has_acc:
+        if name == "acc" and any_acc:
             if scored:
                 found["acc_success_only"] = list(map(float, values)), _preds(scored, variables, len(scored))
             values += [0.0] * (len(rows) - len(scored))

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset, LabelledDataset
+from hpcrl.data.encoding import encode_texts
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sft import SftDataset
 from hpcrl.rewards.registry import check_ground_truth
@@ -127,6 +128,13 @@ class OddRows:
             "reward_model": self.one_of([{"style": "rule", "ground_truth": truth}], (None, "12", {"style": "rule"})),
             "extra_info": self.one_of([self.nested(), None], ("x", [1], {})),
         }
+
+
+def test_the_characters_of_special_tokens_need_no_token() -> None:
+    tokenizer = make_tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    assert encode_texts(tokenizer, [f"ab{END}"], ["here"], False) == [[0, 1, 2]]
+    with pytest.raises(InputError, match="here: the tokenizer has no token for 'e' in"):
+        encode_texts(tokenizer, [f"ae{END}"], ["here"], False)
 
 
 def sft_of(path: str, tokenizer: Any, cfg: DataConfig) -> list[Any]:

@@ -98,6 +98,12 @@ def test_an_empty_turn_is_an_error(tmp_path: Path, tokenizer: Any, marked: bool)
     assert trained(tmp_path, tokenizer, {"content": ""}, written, accept_dropped_parts=True) == "<|eos|>"
 
 
+def test_an_empty_turn_in_which_the_template_adds_a_thought_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
+    for content in ("", " ", "<|eos|>"):
+        with pytest.raises(InputError, match=r"row 0: message 1 is empty"):
+            trained(tmp_path, tokenizer, {"content": content}, template("<think></think>{{ m.content }}"))
+
+
 RENDERED = {
     "stripped": ({"content": "\n 12 \n"}, "12"),
     "thoughts in lines of their own": ({"content": "<think>a b</think>12"}, "<think>\na b\n</think>\n\n12"),
@@ -116,6 +122,11 @@ RENDERED = {
     "escapes": (
         {"tool_calls": [{"name": "f", "arguments": {"p": 'C:\\new "\U0001f600"'}}]},
         'f {"p": "C:\\\\new \\"\\ud83d\\ude00\\""}',
+    ),
+    "a backspace": ({"tool_calls": [{"name": "f", "arguments": {"x": "\beta"}}]}, '{"name": "f", "x": "\\beta"}'),
+    "no numbers": (
+        {"tool_calls": [{"name": "f", "arguments": {"x": float("nan"), "y": -float("inf")}}]},
+        '{"name": "f", "arguments": {"x": NaN, "y": -Infinity}}',
     ),
     "an old call": ({"content": "", "function_call": {"name": "f", "arguments": "{}"}}, "f()"),
     "no JSON": ({"tool_calls": [{"name": "f", "arguments": "x is 3"}]}, "f: x is 3"),

@@ -132,6 +132,19 @@ def test_an_answer_has_no_part_besides_its_content(tmp_path: Path, tokenizer: An
     assert tokenizer.decode(data.answer(0, 1)) == "12<|eos|>"
 
 
+@pytest.mark.parametrize("answer", ["", " ", "<|eos|>", [{"role": "assistant", "content": ""}]])
+def test_an_empty_answer_is_an_error_for_sft_only(tmp_path: Path, tokenizer: Any, answer: Any) -> None:
+    """The answer that a model should avoid may be empty."""
+    path = write(tmp_path / "answers.jsonl", {"prompt": "3*4?", "answer": "12"}, {"prompt": "5*5?", "answer": answer})
+    keys: Any = {"messages_key": "messages", "answer_key": "answer", "turns": "all"}
+    with pytest.raises(InputError, match=r"row 1: the answer in 'answer' is empty, .* data.accept_dropped_parts=true"):
+        SftDataset([path], tokenizer, DataConfig(), **keys)
+    accepted = SftDataset([path], tokenizer, DataConfig(accept_dropped_parts=True), **keys)
+    rejected = AnswerDataset([path], tokenizer, DataConfig(), {"preference.rejected_key": "answer"})
+    for ids in (accepted.sequence(1)[1], rejected.answer(1)):
+        assert tokenizer.decode(ids).strip() == "<|eos|>"
+
+
 @pytest.fixture
 def show(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Run `hpcrl data show FILE --row N CONFIG`, and return what it prints."""
