@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpcrl.algorithms.registry import UnknownName
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
@@ -56,8 +56,9 @@ def with_settings_of_run(config: Config) -> Config:
     if not any(run.glob("checkpoints/step_*")):
         return config
     try:
-        former = {"model": {"softmax_vocab": softmax_vocab_of(run)}}
-        former["trainer"] = {"max_ckpt_to_keep": raw_value(run / "config.yaml", (), ("trainer", "max_ckpt_to_keep"))}
+        former: dict[str, dict[str, Any]] = {"model": {"softmax_vocab": softmax_vocab_of(run)}}
+        if raw_value(run / "config.yaml", (), ("trainer", "max_ckpt_to_keep")) is None:
+            former["trainer"] = {"max_ckpt_to_keep": None}
     except ConfigError:  # no config.yaml that can be read
         return config
     for name, values in former.items():

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
-from hpcrl.config.schema import Config, TrainerConfig
+import pytest
+
+from hpcrl.cli import load_job
+from hpcrl.config.roles import ACTOR, REF, REWARD
+from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
 from hpcrl.plan.disk import kept_checkpoints
 from hpcrl.run.disk import forecast
 from hpcrl.run.inference import inside_run
+from hpcrl.run.job import TrainingJob
+from hpcrl.runtime.world import World
 from tests.run.small_run import MODEL, checkpoints, log_of, run_folder, train
 
 STEPS = 5
@@ -20,7 +29,7 @@ def test_a_run_says_what_it_will_write_and_keeps_three_checkpoints_for_its_group
     (run / "logs").mkdir(mode=0o700, parents=True)  # as of an earlier attempt
     run.chmod(0o700)
     (run / "logs" / "rank_00000.log").touch(mode=0o600)
-    sections = {
+    sections: dict[str, Any] = {
         "run": {"name": "ends", "dir": str(tmp_path / "runs"), "group_readable": True},
         "model": MODEL | {"hidden_size": 128, "ffn_hidden_size": 256},
         "algorithm": {"adv_estimator": "grpo"},
@@ -54,7 +63,7 @@ def test_the_folder_around_a_job_of_a_run_is_open_to_the_group_too(tmp_path: Pat
 
 
 def test_a_run_that_began_without_a_bound_keeps_all_checkpoints(tmp_path: Path) -> None:
-    sections = {"algorithm": {"adv_estimator": "grpo"}}
+    sections: dict[str, Any] = {"algorithm": {"adv_estimator": "grpo"}}
     assert train(tmp_path, 1, trainer={"total_training_steps": 1, "max_ckpt_to_keep": None}, **sections) == 0
     for steps in (4, 5):
         assert train(tmp_path, 1, trainer={"total_training_steps": steps}, **sections) == 0
@@ -73,3 +82,13 @@ def test_a_disk_without_space_is_named() -> None:
     never = forecast(Config(), save=10**9, kept=0, existing=0, archive=0, steps=100, free=10)
     assert "1.00 GB per save, only if the run is stopped" in never[0] and never[1] == -10
     assert kept_checkpoints(TrainerConfig(), 100, saves_last=True) == 1
+
+
+@pytest.mark.parametrize("name", ["sft", "preference", "rm"])
+def test_the_forecast_has_the_optimizer_of_the_jobs_own_section(name: str) -> None:
+    job = cast("type[TrainingJob]", load_job(name))
+    config = job.schema().model_validate({name: {"optim": {"optimizer": "sgd"}}})
+    made = job(cast("World", None), config, None, argparse.Namespace())
+    spec = replace({"actor": ACTOR, "reward": REWARD}[job.trained_role or ""], trains=True)
+    assert cast("OptimConfig", made.optim_of(spec)).optimizer == "sgd"
+    assert made.optim_of(REF) is None
