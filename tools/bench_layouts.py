@@ -136,7 +136,7 @@ def config_of(case: Case, folder: Path, steps: int = STEPS) -> Any:
 def run_case(world: World, case: Case, folder: Path, *, in_bytes: bool) -> dict[str, Any]:
     """Seconds by phase of each counted step, or peaks of live bytes by rank."""
     from hpcrl.jobs.train import Train
-    from hpcrl.runtime.job import make_run_directory, run_directory
+    from hpcrl.runtime.job import run_directory
     from hpcrl.workers.rollout import RolloutWorker
 
     class DrawnLengths(RolloutWorker):
@@ -155,7 +155,7 @@ def run_case(world: World, case: Case, folder: Path, *, in_bytes: bool) -> dict[
     run = run_directory(config)
     if world.rank == 0:
         shutil.rmtree(run, ignore_errors=True)
-        make_run_directory(run)
+        run.mkdir(parents=True)
     world.barrier()
     job = Job(world, config, Job.check_with_torch(config, world.size), Namespace())
     if in_bytes:

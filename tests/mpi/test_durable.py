@@ -88,7 +88,7 @@ def test_a_step_drawn_ahead_is_reused(world, lab: Lab, straight) -> None:
     options = {
         "algorithm": {"adv_estimator": "grpo"},
         "async_training": {"mode": "one_step_off"},
-        "trainer": {"total_training_steps": 5, "save_freq": 1},
+        "trainer": {"total_training_steps": 5, "save_freq": 1, "max_ckpt_to_keep": None},
     }
     whole = straight("durable_ahead", APART, **options)
     drawn = interrupted(world, lab, whole, "cut_ahead", saved=2, drawn=4)

@@ -83,7 +83,7 @@ def test_scores_are_there_before_generation_ends(tmp_path: Path) -> None:
     requests = make_requests()
     try:
         completions = make_engine().generate(requests, SAMPLING, seed=0, step=0, on_finished=finished, on_step=step)
-        scores, _, _ = manager.collect(submitted[1:])
+        scores, *_ = manager.collect(submitted[1:])
         assert first + scores.tolist() == [len(completions[index].token_ids) for index in submitted]
     finally:
         manager.close()

@@ -112,7 +112,7 @@ def test_orpos_nll_is_over_the_prompt_too(tmp_path: Path, tokenizer: Any) -> Non
     ("own", "rows", "line"),
     [
         ({}, [{"chosen": "1", "rejected": "1"}, {"chosen": "2", "rejected": "2"}], "in all 2 pairs .* are the same"),
-        ({}, [{"chosen": "1", "rejected": "2"}, {"chosen": "1", "rejected": None}], "row 1: .*'rejected' holds 'None'"),
+        ({}, [{"chosen": "1", "rejected": "2"}, {"chosen": "1", "rejected": None}], "row 1: no column 'rejected'"),
         ({"loss_type": "kto"}, [{"completion": "1", "label": True}] * 3, "all 3 labels in 'label' are true"),
         ({"loss_type": "kto"}, [{"completion": "1"}], "row 0: no column 'label'; expected true .*label_key"),
         ({"loss_type": "kto"}, [{"completion": "1", "label": "good"}], "column 'label' holds 'good'"),

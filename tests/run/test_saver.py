@@ -151,7 +151,7 @@ def test_a_full_file_system_costs_checkpoints_and_not_the_run(
     """One checkpoint has room there, two have not; the next one has none either."""
     folder, kept = run_folder(tmp_path) / "checkpoints", tmp_path / "kept"
     folder.mkdir(parents=True)
-    size = sum(path.stat().st_size for path in (run_folder(unbroken) / "checkpoints" / "step_00000001").rglob("*"))
+    size = sum(path.stat().st_size for path in (run_folder(unbroken) / "checkpoints" / "step_00000004").rglob("*"))
     mount = f"mount -t tmpfs -o size={size * 3 // 2} tmpfs {folder}"
     inside = f'{mount}; "$@"; code=$?; cp -r {folder} {kept}; exit $code'
     before = ("unshare", "--map-root-user", "--mount", "sh", "-c", inside, "sh")

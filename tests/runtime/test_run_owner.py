@@ -171,7 +171,7 @@ def test_a_damaged_record_is_watched_and_then_taken(
 def test_the_line_names_the_owner_and_nothing_is_written(folder: Path) -> None:
     take(folder, 10.0)
     before = {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
-    with pytest.raises(OwnedError, match=rf"in use by hpcrl .* on .*, pid {os.getpid()}, since .*end that job first"):
+    with pytest.raises(OwnedError, match=rf"in use by hpcrl.* on .*, pid {os.getpid()}, since .*end that job first"):
         take(folder, 10.0)
     assert {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]} == before
 

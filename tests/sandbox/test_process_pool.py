@@ -248,7 +248,7 @@ def test_answers_count_however_late_the_rank_hears_them(
             clock = time.monotonic
             away.setattr(pool_module.time, "monotonic", lambda: clock() + 1000)
             manager.pump()
-        scores, _, counts = manager.collect(range(len(texts)))
+        scores, _, _, counts = manager.collect(range(len(texts)))
     finally:
         manager.close()
     assert scores.tolist() == [float(text != "hangs") for text in texts]
@@ -279,7 +279,7 @@ def test_a_request_that_fills_a_pipe_does_not_block_the_rank(tmp_path: Path) -> 
         for _ in range(3):
             manager.submit("big", _requests("x" * 2**20)[0])
         (tmp_path / "go").touch()
-        scores, _, counts = manager.collect(["big"] * 3)
+        scores, _, _, counts = manager.collect(["big"] * 3)
     finally:
         manager.close()
     assert scores.tolist() == [1.0] * 3 and not counts["reward/crashes"]
@@ -369,6 +369,6 @@ def test_a_worker_that_dies_between_two_scores_costs_one_at_most(make: Callable[
     process.kill()
     psutil.wait_procs([process], timeout=10)
     manager.submit(3, request)
-    scores, _, counts = manager.collect(range(4))
+    scores, _, _, counts = manager.collect(range(4))
     assert scores.sum() >= 3
     assert sum(counts.values()) == 4 - scores.sum()
