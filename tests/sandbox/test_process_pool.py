@@ -93,7 +93,7 @@ def _requests(*solutions: str, **extra_info: object) -> list[ScoreRequest]:
 def test_every_failure_scores_zero_and_is_counted_and_order_is_kept(make: Callable[..., RewardManager]) -> None:
     solutions = ["number 1", "exit", "number 2", "raise", "nan", "huge", "inf", "none", "text", "dict", "list", "loop",
                  "deep", "sys.exit", "plain", "number 3", "unheard of"]  # fmt: skip
-    scores, extras, counts = make(workers=2, timeout=2.0, reward_kwargs={"scale": 2.0}).score(_requests(*solutions))
+    scores, _, extras, counts = make(workers=2, timeout=2.0, reward_kwargs={"scale": 2.0}).score(_requests(*solutions))
     expected = {"number 1": 2, "number 2": 4, "number 3": 6, "plain": 0.5}
     assert scores.dtype == np.float32
     assert scores.tolist() == [expected.get(solution, 0) for solution in solutions]
@@ -111,7 +111,7 @@ def test_order_is_kept_when_workers_overtake_each_other(make: Callable[..., Rewa
 def test_a_timed_out_score_ends_soon_and_takes_its_children_along(make: Callable[..., RewardManager]) -> None:
     manager = make(timeout=1.0)
     start = time.monotonic()
-    _, _, counts = manager.score(_requests("child"))
+    _, _, _, counts = manager.score(_requests("child"))
     assert counts["reward/timeouts"] == 1
     assert time.monotonic() - start < 10
     assert not with_argument("1000.25")
@@ -147,7 +147,7 @@ def test_finish_reason_reaches_the_function_and_async_functions_work(tmp_path: P
 def test_workers_that_can_no_longer_start_do_not_stop_the_run(source: Path, make: Callable[..., RewardManager]) -> None:
     manager = make()
     source.write_text("raise OSError('gone')\n")
-    scores, _, counts = manager.score(_requests("exit", "plain", "plain"))
+    scores, _, _, counts = manager.score(_requests("exit", "plain", "plain"))
     assert scores.tolist() == [0, 0, 0]
     assert counts["reward/crashes"] == 3
     source.write_text(BEHAVIOURS)
@@ -286,7 +286,7 @@ def test_a_request_that_fills_a_pipe_does_not_block_the_rank(tmp_path: Path) -> 
 
 
 def test_what_a_dead_worker_had_not_begun_is_run_by_the_next(make: Callable[..., RewardManager]) -> None:
-    scores, _, counts = make(timeout=1.0).score(_requests("number 1", "loop", "number 2", "exit", "number 3"))
+    scores, _, _, counts = make(timeout=1.0).score(_requests("number 1", "loop", "number 2", "exit", "number 3"))
     assert scores.tolist() == [1, 0, 2, 0, 3]
     assert counts == {"reward/timeouts": 1, "reward/crashes": 1, "reward/errors": 0}
 
