@@ -104,7 +104,7 @@ def test_every_failure_scores_zero_and_is_counted_and_order_is_kept(make: Callab
 
 def test_order_is_kept_when_workers_overtake_each_other(make: Callable[..., RewardManager]) -> None:
     requests = [ScoreRequest("mine", f"number {i}", None, {"delay": 0.2 if i % 3 == 0 else 0.0}) for i in range(12)]
-    scores, _, _ = make(workers=3).score(requests)
+    scores, *_ = make(workers=3).score(requests)
     assert scores.tolist() == list(range(12))
 
 
@@ -120,7 +120,7 @@ def test_a_timed_out_score_ends_soon_and_takes_its_children_along(make: Callable
 
 def test_workers_do_not_import_torch_and_are_gone_after_close(make: Callable[..., RewardManager]) -> None:
     manager = make()
-    scores, extras, _ = manager.score(_requests("modules"))
+    scores, _, extras, _ = manager.score(_requests("modules"))
     assert scores.tolist() == [0]
     pid = int(extras[0]["pid"])
     worker = psutil.Process(pid)
