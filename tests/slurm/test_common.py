@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 from pathlib import Path
@@ -32,6 +33,7 @@ def bash(script: str, *arguments: str, **environ: str) -> subprocess.CompletedPr
         capture_output=True,
         text=True,
         env=clean | environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
     )
 
 
