@@ -36,7 +36,13 @@ def test_each_row_once(lab: Lab, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
         own = {"batch_size": size, "max_token_len_per_gpu": 192, **steps}
         own |= {"loss_type": kind} if job.name == "preference" else {}
         sections: dict[str, Any] = {"data": {**data, "train_max_samples": 11, "train_batch_size": size}}
-        sections |= {"trainer": {"save_freq": 1, **(steps if kind == "train" else {"total_training_steps": None})}}
+        sections |= {
+            "trainer": {
+                "save_freq": 1,
+                "max_ckpt_to_keep": None,
+                **(steps if kind == "train" else {"total_training_steps": None}),
+            }
+        }
         sections |= {"actor": {"ppo_mini_batch_size": size}} if kind == "train" else {job.name: own}
         template = lab.config(f"position_{kind}", {}, sections)
         config = job.prepare(job.schema().model_validate(template))
