@@ -78,7 +78,7 @@ def tests(value: Any) -> dict[str, Any]:
             return found
     except (TypeError, ValueError, KeyError, RecursionError):
         pass
-    raise ValueError("expected {inputs: [...], outputs: [...]} of one length, texts, or JSON of that")
+    raise ValueError("expected {inputs: [...], outputs: [...]} of one length, texts, or its JSON text")
 
 
 @reads(tests)
