@@ -23,7 +23,7 @@ Start = Callable[[int, str], subprocess.Popen[str]]  # (number of the start, run
 
 def write_job(folder: Path) -> Path:
     run = {"dir": str(folder / "runs"), "plugins": [str(PLUGIN)], "owner_heartbeat_seconds": HEARTBEAT}
-    # What a killed start had generated is not reused: the rest, in smaller batches, may have log-probs of other last bits.
+    # Without reuse: what a killed start had not generated would be drawn in smaller batches, with other last bits.
     trainer = {"total_training_steps": 4, "save_freq": 1, "reuse_rollouts": False}
     return write_config(folder, run=run, trainer=trainer)
 
