@@ -277,17 +277,34 @@ def sandbox() -> Finding:
     """Isolation of the programs that a model wrote, which code rewards run."""
     isolation = probe_isolation()
     name, limits = "code sandbox", "limits of time, memory and processes"
+    found, reach, needs = [], [], []
+    if isolation.network:
+        found.append("no network, no other processes")
+    elif isolation.filtered:
+        found.append("no network")
+    else:
+        reach.append("use the network")
     if isolation.shown:
-        return Finding(name, f"no network, no other processes, none of your files; {limits}")
-    # sockets with a path are reachable from a network namespace
-    reach = "read and write your files, ground truths too, and connect to services of this machine"
-    if not isolation.network:
-        reach = f"use the network, read and kill your processes, {reach}"
+        found.append("none of your files")
+    else:
+        needs.append(
+            "allow user namespaces, and mounts in them (user.max_user_namespaces, user.max_mnt_namespaces, or the "
+            "container's seccomp profile)"
+        )
+        reach += [] if isolation.network else ["read and kill your processes"]
+        # sockets with a path are reachable from a network namespace
+        reach.append("read and write your files, ground truths too, and connect to services of this machine")
+    if isolation.filtered:
+        found.append("none of your keys")
+    else:
+        needs.append("allow seccomp filters (CONFIG_SECCOMP_FILTER, on x86_64 or aarch64)")
+        reach.append("use your keys in the kernel, and memory that no limit counts")
     return Finding(
         name,
-        f"no network, own process namespace; {limits}" if isolation.network else f"{limits} only",
-        f"programs under test can {reach} ({isolation.why_not}); where you score code, allow user namespaces, "
-        "and mounts in them (user.max_user_namespaces, user.max_mnt_namespaces, or the container's seccomp profile)",
+        f"{', '.join(found)}; {limits}" if found else f"{limits} only",
+        f"programs under test can {', '.join(reach)} ({isolation.why_not}); where you score code, {' and '.join(needs)}"
+        if reach
+        else None,
         needed=False,
     )
 

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable
 from resource import struct_rusage
+from typing import NamedTuple
 
 # Batch systems send these to every process of a job. Only ranks handle them.
 STEP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
@@ -69,9 +70,50 @@ def descendants_of(pid: int, most: int | None = None) -> list[int]:
     return found
 
 
-def memory_exceeds(size: int, pids: list[int]) -> bool:
-    """Whether the resident memory of these processes exceeds `size` bytes. Shared pages count once."""
-    return sum(map(_resident, pids)) > size and sum(map(proportional_bytes, pids)) > size
+class Usage(NamedTuple):
+    """What a process uses. bytes: memory in RAM or swap, shared pages in full."""
+
+    threads: int
+    bytes: int
+
+
+def usage_of(pid: int) -> Usage:
+    """What a process uses; nothing if it has ended."""
+    found = _status(pid)
+    threads = int(found.get("Threads", 0))
+    if threads > 1 and "VmRSS" not in found:  # the main thread has ended
+        found = next((status for status in map(_status, _threads(pid)) if "VmRSS" in status), found)
+    return Usage(threads, sum(int(found.get(name, "0 kB").split()[0]) << 10 for name in ("VmRSS", "VmSwap")))
+
+
+def proportional_bytes(pid: int) -> int:
+    """Bytes in RAM or swap, with this process's share of shared pages. Before Linux 4.14 shared pages in full."""
+    for thread in (pid, *_threads(pid)):
+        try:
+            with open(f"/proc/{thread}/smaps_rollup") as file:
+                return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("Pss:", "SwapPss:")))
+        except ProcessLookupError:
+            continue  # the main thread has ended
+        except OSError:
+            break
+    return usage_of(pid).bytes
+
+
+def socket_bytes() -> int:
+    """The most that the buffers of all Unix sockets of this process's network namespace can hold.
+
+    Sockets that no process has open count too: those in messages, and connections that no process has accepted.
+    """
+    with open("/proc/self/net/unix", errors="replace") as file:
+        lines = [line.split(" ", 5) for line in file][1:]
+    if not lines:
+        return 0
+    import socket  # most programs have none
+
+    with socket.socket(socket.AF_UNIX) as one:
+        buffer = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    # a stream may exceed its sender's buffer by a message; a receiver of datagrams has a queue of 10 from any senders
+    return sum(12 * buffer if line[4:5] == ["0002"] else 2 * buffer for line in lines)
 
 
 def kill_tree(pid: int) -> None:
@@ -144,31 +186,29 @@ def _children_lookup() -> Callable[[int], list[int]]:
 
 def _read_children(pid: int) -> list[int]:
     found: list[int] = []
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
+    for thread in _threads(pid):
+        try:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += map(int, file.read().split())
-    except (FileNotFoundError, ProcessLookupError):
-        pass
+        except (FileNotFoundError, ProcessLookupError):
+            pass
     return found
 
 
-def _resident(pid: int) -> int:
-    """Resident bytes; 0 if the process has ended."""
+def _threads(pid: int) -> list[int]:
     try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return []
 
 
-def proportional_bytes(pid: int) -> int:
-    """Resident bytes, with this process's share of shared pages. The same as `_resident` before Linux 4.14."""
+def _status(pid: int) -> dict[str, str]:
+    """Lines of /proc/PID/status by name; empty if the process has ended."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:
-            return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
-    except OSError:
-        return _resident(pid)
+        with open(f"/proc/{pid}/status", errors="replace") as file:
+            return dict(line.split(":", 1) for line in file)
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
 
 
 def libc_call(function: str, *arguments: object) -> None:

@@ -66,12 +66,10 @@ def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT, *, best_e
     packages = [folder for folder in sys.path if folder.endswith("site-packages")]
     folder = os.path.join(tempfile.gettempdir(), f"hpcrl_sandbox_{os.urandom(8).hex()}")
     isolation = probe_isolation(*packages)
-    if not isolation.shown and not best_effort:
+    if not isolation.complete and not best_effort:
         raise SandboxUnavailable(f"this kernel does not isolate programs: {isolation.why_not}")
-    job = (
-        *(source, stdin.encode("utf-8", "surrogatepass"), tuple(limits), folder, packages),
-        *(isolation.network, isolation.shown),
-    )
+    isolated = isolation.network, isolation.shown, isolation.filtered
+    job = (source, stdin.encode("utf-8", "surrogatepass"), tuple(limits), folder, packages, isolated)
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # for the interpreter
     supervisor = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", SUPERVISOR],
