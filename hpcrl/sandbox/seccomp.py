@@ -111,15 +111,17 @@ class FilterProgram(ctypes.Structure):
 
 
 def install() -> None:
-    """Apply the filter to this process, which must have one thread, and to all that descends from it, for good.
+    """Filter the calls of this process, which must have one thread, and of all that descends from it, for good.
 
     Raises OSError if the kernel has no filters, or for a machine other than x86_64 and aarch64.
     """
-    machine = os.uname().machine
-    instructions = filter_for(machine)
+    apply(filter_for(os.uname().machine))
+
+
+def apply(instructions: list[Instruction]) -> None:
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     program = FilterProgram(len(instructions), code)
-    call = ctypes.c_long(number("seccomp 317 277", machine))
+    call = ctypes.c_long(number("seccomp 317 277", os.uname().machine))
     libc_call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     try:
         # otherwise Linux before 5.16 turns the speculation of loads off, which makes programs slower
