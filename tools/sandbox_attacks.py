@@ -93,7 +93,8 @@ attempt("perf_event_open", lambda: call(298, 241, ctypes.create_string_buffer(12
 attempt("bpf", lambda: call(321, 280, 0, ctypes.create_string_buffer(128), 128))
 attempt("personality", lambda: call(135, 92, 0x40000))
 """,
-    "shared memory of no process": """
+    "memory of no process": """
+ALLOW = ctypes.create_string_buffer(bytes((6, 0, 0, 0, 0, 0, 255, 127)))
 attempt("memfd_create", lambda: os.memfd_create("held"))
 attempt("memfd_secret", lambda: call(447, 447, 0))
 attempt("shmget", lambda: call(29, 194, 0, 4096, 0o1600))
@@ -102,6 +103,8 @@ attempt("msgget", lambda: call(68, 186, 0, 0o1600))
 attempt("inotify", lambda: call(294, 26, 0))
 attempt("io_setup", lambda: call(206, 0, 1024, (ctypes.c_long * 1)()))
 attempt("standard input", lambda: os.ftruncate(0, 8 * MB))
+attempt("landlock", lambda: call(444, 444, (ctypes.c_uint64 * 2)(0, 3), 16, 0))
+attempt("a filter", lambda: call(317, 277, 1, 0, (ctypes.c_uint64 * 2)(1, ctypes.addressof(ALLOW))))
 """,
 }
 
@@ -209,6 +212,32 @@ for _ in range(20):
         reached("a part of the memory")
         os._exit(0)
 time.sleep(2.5)
+""",
+    "access lists of files": """
+import struct
+entry = struct.Struct("<HHI")
+group, other = entry.pack(4, 6, 2**32 - 1), entry.pack(16, 6, 2**32 - 1) + entry.pack(32, 6, 2**32 - 1)
+entries = struct.pack("<I", 2) + entry.pack(1, 6, 2**32 - 1) + entry.pack(2, 6, os.getuid()) * 8000 + group + other
+held = 0
+try:
+    while held < HELD:
+        with open(f"/tmp/{held}", "w") as file:
+            os.setxattr(file.fileno(), "system.posix_acl_access", entries)
+        held += len(entries)
+except OSError:
+    pass
+hold("memory of access lists", held)
+""",
+    "locks": """
+import fcntl
+kept, end = [], time.monotonic() + 4
+for number in range(100):
+    kept.append(open(f"/tmp/{number}", "w"))
+    for start in range(3000):
+        fcntl.lockf(kept[-1], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 2 * start)
+    if time.monotonic() > end:
+        break
+reached(f"{len(kept) * 3000} locks")
 """,
     "threads": """
 libc.mallopt(-8, 1)  # one arena

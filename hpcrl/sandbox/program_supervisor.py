@@ -24,7 +24,10 @@ from hpcrl.sandbox import isolation, process_tree, seccomp
 
 TICK_SECONDS = 0.05  # between two checks of the number of processes and their memory
 MAX_OPEN_FILES = 256  # of each process
-MAX_THREADS = 1024  # of all processes; the kernel has 32 KB for each that no process shows
+# of all processes; the kernel's memory for them is in no count
+MAX_THREADS = 1024
+MAX_LOCKS = 10_000  # of parts of files
+MAX_SIGNALS = 1024  # pending, and timers
 OUT_OF_MEMORY = 240  # exit code of the child after a MemoryError
 MB = 2**20
 
@@ -126,6 +129,7 @@ def confine(limits: tuple, folder: str, network: bool, shown: list[str], filtere
         (resource.RLIMIT_CPU, cpu),
         (resource.RLIMIT_FSIZE, file_mb * MB),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+        (resource.RLIMIT_SIGPENDING, MAX_SIGNALS),
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
@@ -195,6 +199,8 @@ def watch(child: Child, wake: int, limits: tuple, network: bool) -> str | None:
                 return "killed"
             size = memory_mb * MB - (process_tree.socket_bytes() if network else 0)
             if sum(each.bytes for each in used) > size and sum(map(process_tree.proportional_bytes, alive)) > size:
+                return "memory"
+            if process_tree.num_locks(alive, MAX_LOCKS) > MAX_LOCKS:
                 return "memory"
             next_check = now + TICK_SECONDS
         ready, _, _ = select.select([wake, *child.open], [], [], min(end, next_check) - now)

@@ -23,7 +23,8 @@ DENIED = {
     "memory that no process shows": (
         "memfd_create 319 279, memfd_secret 447 447, shmget 29 194, shmat 30 196, semget 64 190, msgget 68 186, "
         "mq_open 240 180, vmsplice 278 75, io_setup 206 0, inotify_init 253 -1, inotify_init1 294 26, "
-        "fanotify_init 300 262"
+        "fanotify_init 300 262, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, seccomp 317 277, "
+        "landlock_create_ruleset 444 444"
     ),
     "calls that no filter sees, and large parts of the kernel that few programs use": (
         "io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, bpf 321 280, "
@@ -48,20 +49,24 @@ DENIED = {
 ABSENT = "clone3 435 435"  # its flags are out of a filter's sight; the C library takes clone instead
 
 AF_UNIX = 1
+CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 CLONE_NEW = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 SHARED_ANONYMOUS, MAP_HUGETLB = 0x21, 0x40000
 SO_SNDBUF, SO_ATTACH_FILTER, SO_SNDBUFFORCE = 7, 26, 32
-F_SETPIPE_SZ = 1031
+F_OFD_SETLK, F_OFD_SETLKW, F_SETPIPE_SZ = 37, 38, 1031
+PR_SET_SECCOMP = 22
 ALL_BITS = 0xFFFFFFFF
 
 # A call, an argument's index, and (mask, value) of it with which the call is denied.
 DENIED_WITH = (
-    ("clone 56 220", 0, [(flag, flag) for flag in CLONE_NEW]),
+    # A thread with files of its own would have more of them than its process may.
+    ("clone 56 220", 0, [*((flag, flag) for flag in CLONE_NEW), (CLONE_THREAD | CLONE_FILES, CLONE_THREAD)]),
     # A shared mapping keeps all its memory while one page of it is mapped. Huge pages are not in resident memory.
     ("mmap 9 222", 3, [(SHARED_ANONYMOUS, SHARED_ANONYMOUS), (MAP_HUGETLB, MAP_HUGETLB)]),
-    # Buffers stay as small as `process_tree.socket_bytes` takes them to be.
+    # Buffers stay as small as `process_tree.socket_bytes` takes them to be. The kernel names no owner of OFD locks.
     ("setsockopt 54 208", 2, [(ALL_BITS, name) for name in (SO_SNDBUF, SO_SNDBUFFORCE, SO_ATTACH_FILTER)]),
-    ("fcntl 72 25", 1, [(ALL_BITS, F_SETPIPE_SZ)]),
+    ("fcntl 72 25", 1, [(ALL_BITS, command) for command in (F_OFD_SETLK, F_OFD_SETLKW, F_SETPIPE_SZ)]),
+    ("prctl 157 167", 0, [(ALL_BITS, PR_SET_SECCOMP)]),
 )
 # A program has no network. Other families (vsock, netlink, alg) reach the host or much of the kernel.
 DENIED_UNLESS = (("socket 41 198", 0, AF_UNIX), ("socketpair 53 199", 0, AF_UNIX))

@@ -20,7 +20,7 @@ NOBODY = 65534
 ATTACKS = (
     "keys, from a thread",
     "sockets of other families",
-    "shared memory of no process",
+    "memory of no process",
     "pieces of shared mappings",
     "connections that are not accepted",
 )
