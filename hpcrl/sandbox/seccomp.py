@@ -89,7 +89,7 @@ def number(call: str, machine: str) -> int:
 def filter_for(machine: str) -> list[Instruction]:
     """The filter for a machine. Raises OSError for others than x86_64 and aarch64."""
     if machine not in AUDIT_ARCH:
-        raise OSError(ENOSYS, f"the seccomp filter knows the system calls of {' and '.join(AUDIT_ARCH)}, not {machine}")
+        raise OSError(ENOSYS, f"there is a seccomp filter for {' and '.join(AUDIT_ARCH)}, not for {machine}")
     # a number has another meaning in another ABI
     found = [(LOAD, 0, 0, ABI), (EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     if machine == "x86_64":
