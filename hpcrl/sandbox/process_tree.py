@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from resource import struct_rusage
 from typing import NamedTuple
 
@@ -104,8 +104,7 @@ def socket_bytes() -> int:
 
     Sockets that no process has open count too: those in messages, and connections that no process has accepted.
     """
-    with open("/proc/self/net/unix", errors="replace") as file:
-        lines = [line.split(" ", 5) for line in file][1:]
+    lines = [line.split(" ", 5) for line in _lines("/proc/self/net/unix")][1:]
     if not lines:
         return 0
     import socket  # most programs have none
@@ -119,11 +118,10 @@ def socket_bytes() -> int:
 def num_locks(pids: list[int], most: int) -> int:
     """Number of locks of parts of files that these processes have. The count stops after `most`."""
     found, members = 0, set(map(str, pids))
-    with open("/proc/locks") as file:
-        for line in file:
-            found += line.split()[4] in members
-            if found > most:
-                break
+    for line in _lines("/proc/locks"):
+        found += line.split()[4] in members
+        if found > most:
+            break
     return found
 
 
@@ -215,11 +213,16 @@ def _threads(pid: int) -> list[int]:
 
 def _status(pid: int) -> dict[str, str]:
     """Lines of /proc/PID/status by name; empty if the process has ended."""
+    return dict(line.split(":", 1) for line in _lines(f"/proc/{pid}/status"))
+
+
+def _lines(path: str) -> Iterator[str]:
+    """Lines of a file; none if it does not exist, or is that of a process that has ended."""
     try:
-        with open(f"/proc/{pid}/status", errors="replace") as file:
-            return dict(line.split(":", 1) for line in file)
+        with open(path, errors="replace") as file:
+            yield from file
     except (FileNotFoundError, ProcessLookupError):
-        return {}
+        pass
 
 
 def libc_call(function: str, *arguments: object) -> None:

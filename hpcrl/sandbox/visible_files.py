@@ -16,7 +16,7 @@ SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"),
     *("/dev/null", "/dev/urandom"),  # not /dev/zero: mapped, it is memory that no process shows
 )
-MODULES = "bz2 ctypes hashlib lzma numpy sqlite3 ssl zlib"  # which load shared libraries
+MODULES = "bz2 ctypes hashlib lzma sqlite3 ssl zlib numpy"  # which load shared libraries
 LIBRARY = re.compile(r".*\.(so(\.[\w.]+)?|a|la|o)")
 
 
@@ -56,10 +56,10 @@ def loaded_libraries(packages: list[str]) -> list[str]:
         f"for name in {MODULES!r}.split():\n"
         "    try: __import__(name)\n"
         "    except Exception: pass\n"
-        "print(open('/proc/self/maps').read())"
+        "    print(open('/proc/self/maps').read(), flush=True)\n"  # the next module may end the process
     )
     command = [sys.executable, "-I", "-S", "-c", look]
-    maps = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
+    maps = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
     files = {fields[5] for fields in (line.split(None, 5) for line in maps.splitlines()) if len(fields) == 6}
     return sorted(file for file in files if file.startswith("/") and ".so" in file)
 

@@ -234,6 +234,24 @@ def test_all_processes_together_may_take_what_one_may(run: Run) -> None:
     assert run(f"SHARED = True\n{source}", limits=limits).fate == "ok"
 
 
+def test_all_files_together_have_a_size(run: Run) -> None:
+    """In each folder that can be written, unlinked ones too."""
+    if run is not run_python or not probe_isolation().shown:
+        pytest.skip("without a mount namespace each file has")
+    source = (
+        "import os\n"
+        "kept, size = [], 0\n"
+        "for folder in ('/box', '/tmp', '/dev/shm'):\n"
+        "    kept.append(open(f'{folder}/file', 'wb', buffering=0))\n"
+        "    os.unlink(f'{folder}/file')\n"
+        "    try:\n"
+        "        while size < 20 << 20: size += kept[-1].write(bytes(1 << 18))\n"
+        "    except OSError: pass\n"
+        "print(size >> 20)"
+    )
+    assert run(source, limits=Limits(file_mb=7)).stdout == "7\n"
+
+
 def test_a_program_has_few_files_open(run: Run) -> None:
     ran = run("import os\ntry:\n    while True: os.dup(0)\nexcept OSError: print('full')")
     assert ran.stdout == "full\n"

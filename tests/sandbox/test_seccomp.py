@@ -23,8 +23,6 @@ HEADERS = {
 }
 I386, PPC64 = 0x40000003, 0x80000015
 
-needs_isolation = pytest.mark.skipif(not probe_isolation().complete, reason=probe_isolation().why_not)
-
 
 def decide(machine: str, number: int, *arguments: int, abi: int | None = None) -> int:
     """What the kernel would read from the filter: a BPF machine of the five operations that it has."""
@@ -135,13 +133,16 @@ for name in sandbox_attacks.CALLS:
     if "keys" in name:
         free = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert "reached a key\\n" in free.stdout, free
+        join = "from hpcrl.sandbox import seccomp; seccomp.leave_keyring()\\n"
+        free = subprocess.run([sys.executable, "-c", join + program], capture_output=True, text=True)
+        assert "reached a place for a key" in free.stdout and "reached a key\\n" not in free.stdout, free
 buffer = ctypes.create_string_buffer(6)
 call(keyctl, 11, serial, buffer, 6)
 print(buffer.raw)
 """
 
 
-@needs_isolation
+@pytest.mark.usefixtures("isolated")
 def test_no_key_and_no_call_of_the_filter_is_reached() -> None:
     done = subprocess.run([sys.executable, "-c", WITH_A_KEY], capture_output=True, text=True, cwd=REPOSITORY)
     if "no keys" in done.stderr:
@@ -149,7 +150,7 @@ def test_no_key_and_no_call_of_the_filter_is_reached() -> None:
     assert done.stdout == "".join(f"{name}: ok \n" for name in sandbox_attacks.CALLS) + "b'secret'\n", done.stderr
 
 
-@needs_isolation
+@pytest.mark.usefixtures("isolated")
 def test_calls_of_x32_kill_the_program() -> None:
     if os.uname().machine != "x86_64":
         pytest.skip("x32 is an ABI of x86_64")
@@ -157,7 +158,7 @@ def test_calls_of_x32_kill_the_program() -> None:
     assert (ran.fate, ran.returncode, ran.stdout) == ("killed", -31, "")  # SIGSYS
 
 
-@needs_isolation
+@pytest.mark.usefixtures("isolated")
 @pytest.mark.parametrize("name", sandbox_attacks.MEMORY)
 def test_no_memory_is_held_beyond_the_limit(name: str) -> None:
     limits = Limits(seconds=20, memory_mb=sandbox_attacks.LIMIT_MB)
@@ -220,7 +221,7 @@ print("all")
 """
 
 
-@needs_isolation
+@pytest.mark.usefixtures("isolated")
 def test_what_python_has_still_works() -> None:
     ran = run_python(HONEST, "given")
     assert (ran.fate, ran.stdout) == ("ok", "all\n"), ran
@@ -253,7 +254,7 @@ print(run_python(program, best_effort=True).stdout)
 """
 
 
-@needs_isolation
+@pytest.mark.usefixtures("isolated")
 def test_a_kernel_without_filters_runs_programs_only_with_best_effort() -> None:
     """Then with the namespaces that it has."""
     command = [sys.executable, "-c", WITHOUT_FILTERS + REFUSED, os.uname().machine]

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from hpcrl.sandbox import visible_files
-from hpcrl.sandbox.isolation import probe_isolation
 
 REPOSITORY = Path(__file__).parents[2]
 LOOK = """
@@ -22,8 +21,6 @@ import json, sys
 from hpcrl.sandbox.program import run_python
 print(json.dumps(run_python(sys.argv[1])._asdict()))
 """
-
-needs_isolation = pytest.mark.skipif(not probe_isolation().shown, reason=probe_isolation().why_not)
 
 
 def run(python: Path | str, source: str, **environment: str) -> str:
@@ -45,7 +42,7 @@ for folder, _, files in os.walk({root!r}):
 """
 
 
-@needs_isolation
+@pytest.mark.usefixtures("isolated")
 def test_of_a_project_that_is_a_virtual_environment_only_python_is_seen(tmp_path: Path) -> None:
     project = tmp_path / "my project"
     venv.create(project, symlinks=True)
@@ -61,7 +58,7 @@ def test_of_a_project_that_is_a_virtual_environment_only_python_is_seen(tmp_path
     assert set(seen[2:]) == {"bin/python", "pyvenv.cfg"}
 
 
-@needs_isolation
+@pytest.mark.usefixtures("isolated")
 def test_of_a_folder_of_libraries_only_those_that_python_loads_are_seen(tmp_path: Path) -> None:
     """All of it if it has nothing else: libraries may load others later."""
     with open("/proc/self/maps") as maps:
@@ -99,7 +96,7 @@ def test_of_a_conda_environment_the_libraries_are_seen(tmp_path: Path, monkeypat
     assert sorted(shown) == [f"{tmp_path}/bin/python", f"{tmp_path}/lib"]
 
 
-@needs_isolation
+@pytest.mark.usefixtures("isolated")
 def test_the_systems_python_needs_no_more_than_the_system(tmp_path: Path) -> None:
     python = "/usr/bin/python3"
     if not os.path.exists(python):
