@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from resource import struct_rusage
-from typing import NamedTuple
 
 # Batch systems send these to every process of a job. Only ranks handle them.
 STEP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
@@ -18,6 +17,7 @@ STOP_SIGNALS = (*STEP_SIGNALS, signal.SIGINT)  # and Ctrl-C, which some launcher
 END = signal.SIGUSR2  # to a supervisor: kill the descendants and exit
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+LIBC = ctypes.CDLL(None, use_errno=True)
 HAS_CHILDREN_FILE = os.path.exists("/proc/thread-self/children")  # False for kernels without CONFIG_PROC_CHILDREN
 
 
@@ -70,20 +70,13 @@ def descendants_of(pid: int, most: int | None = None) -> list[int]:
     return found
 
 
-class Usage(NamedTuple):
-    """What a process uses. bytes: memory in RAM or swap, shared pages in full."""
-
-    threads: int
-    bytes: int
-
-
-def usage_of(pid: int) -> Usage:
-    """What a process uses; nothing if it has ended."""
+def usage_of(pid: int) -> tuple[int, int]:
+    """Number of threads of a process, and its bytes in RAM or swap, shared pages in full; zeros if it has ended."""
     found = _status(pid)
     threads = int(found.get("Threads", 0))
     if threads > 1 and "VmRSS" not in found:  # the main thread has ended
         found = next((status for status in map(_status, _threads(pid)) if "VmRSS" in status), found)
-    return Usage(threads, sum(int(found.get(name, "0 kB").split()[0]) << 10 for name in ("VmRSS", "VmSwap")))
+    return threads, sum(int(found.get(name, "0 kB").split()[0]) << 10 for name in ("VmRSS", "VmSwap"))
 
 
 def proportional_bytes(pid: int) -> int:
@@ -96,7 +89,7 @@ def proportional_bytes(pid: int) -> int:
             continue  # the main thread has ended
         except OSError:
             break
-    return usage_of(pid).bytes
+    return usage_of(pid)[1]
 
 
 def socket_bytes() -> int:
@@ -227,6 +220,6 @@ def _lines(path: str) -> Iterator[str]:
 
 def libc_call(function: str, *arguments: object) -> None:
     """Call a function of the C library. Raises OSError with its name unless it returns 0."""
-    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments) != 0:
+    if getattr(LIBC, function)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{function}: {os.strerror(number)}")

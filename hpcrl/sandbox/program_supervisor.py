@@ -113,6 +113,8 @@ def confine(limits: tuple, folder: str, network: bool, shown: list[str], filtere
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, process_tree.END):
         signal.signal(signum, signal.SIG_DFL)
+    # what the program forks can be terminated, as multiprocessing's pools do it
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     os.setsid()  # otherwise `os.kill(0, ...)` would reach the supervisor too
     process_tree.signal_on_parent_death(os.getppid())
     process_tree.raise_oom_score()
@@ -194,11 +196,11 @@ def watch(child: Child, wake: int, limits: tuple, network: bool) -> str | None:
             return "timeout"
         if now >= next_check:
             alive = process_tree.descendants_of(os.getpid(), processes)
-            used = list(map(process_tree.usage_of, alive))
-            if len(alive) > processes or sum(each.threads for each in used) > MAX_THREADS:
+            threads, used = map(sum, zip((0, 0), *map(process_tree.usage_of, alive), strict=True))
+            if len(alive) > processes or threads > MAX_THREADS:
                 return "killed"
             size = memory_mb * MB - (process_tree.socket_bytes() if network else 0)
-            if sum(each.bytes for each in used) > size and sum(map(process_tree.proportional_bytes, alive)) > size:
+            if used > size and sum(map(process_tree.proportional_bytes, alive)) > size:
                 return "memory"
             if process_tree.num_locks(alive, MAX_LOCKS) > MAX_LOCKS:
                 return "memory"

@@ -11,7 +11,7 @@ import os
 import struct
 from errno import ENOSYS, EPERM
 
-from hpcrl.sandbox.process_tree import libc_call
+from hpcrl.sandbox.process_tree import LIBC, libc_call
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 1 << 30  # in the numbers of x86_64's other ABI
@@ -111,10 +111,6 @@ def filter_for(machine: str) -> list[Instruction]:
     return [*found, (RETURN, 0, 0, ALLOW)]
 
 
-class FilterProgram(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
-
-
 def install() -> None:
     """Filter the calls of this process, which must have one thread, and of all that descends from it, for good.
 
@@ -124,15 +120,15 @@ def install() -> None:
 
 
 def apply(instructions: list[Instruction]) -> None:
-    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
-    program = FilterProgram(len(instructions), code)
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions))
+    program = struct.pack("@HP", len(instructions), ctypes.addressof(code))
     call = ctypes.c_long(number("seccomp 317 277", os.uname().machine))
     libc_call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     try:
         # otherwise Linux before 5.16 turns the speculation of loads off, which makes programs slower
-        libc_call("syscall", call, SET_MODE_FILTER, SPEC_ALLOW, ctypes.byref(program))
+        libc_call("syscall", call, SET_MODE_FILTER, SPEC_ALLOW, program)
     except OSError:
-        libc_call("syscall", call, SET_MODE_FILTER, 0, ctypes.byref(program))  # before 4.17
+        libc_call("syscall", call, SET_MODE_FILTER, 0, program)  # before 4.17
 
 
 def leave_keyring() -> None:
@@ -143,4 +139,4 @@ def leave_keyring() -> None:
     machine = os.uname().machine
     if machine in AUDIT_ARCH:
         call = ctypes.c_long(number("keyctl 250 219", machine))
-        ctypes.CDLL(None).syscall(call, KEYCTL_JOIN_SESSION_KEYRING, None)
+        LIBC.syscall(call, KEYCTL_JOIN_SESSION_KEYRING, None)
