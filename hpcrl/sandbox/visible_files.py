@@ -22,14 +22,15 @@ LIBRARY = re.compile(r".*\.(so(\.[\w.]+)?|a|la|o)")
 
 def visible_paths(packages: Iterable[str]) -> list[str]:
     """Files and folders that this interpreter needs to run with the folders `packages`, none of them below another."""
-    packages = list(filter(os.path.isabs, packages))
+    packages = list(packages)
     found = outermost([*SYSTEM, *interpreter_paths(), *packages])
     return outermost([*found, *library_paths(loaded_libraries(packages), found)])
 
 
 def outermost(places: Iterable[str]) -> list[str]:
     """Those that exist and are not below another, by both names if there are links: files may refer to either."""
-    named = {name for place in places for name in (os.path.normpath(place), os.path.realpath(place))}
+    full = filter(os.path.isabs, places)
+    named = {name for place in full for name in (os.path.normpath(place), os.path.realpath(place))}
     found: list[str] = []
     for name in sorted(named, key=len):
         if os.path.exists(name) and not is_below(name, found):

@@ -234,10 +234,9 @@ def test_all_processes_together_may_take_what_one_may(run: Run) -> None:
     assert run(f"SHARED = True\n{source}", limits=limits).fate == "ok"
 
 
-def test_all_files_together_have_a_size(run: Run) -> None:
+@pytest.mark.usefixtures("isolated")
+def test_all_files_together_have_a_size() -> None:
     """In each folder that can be written, unlinked ones too."""
-    if run is not run_python or not probe_isolation().shown:
-        pytest.skip("without a mount namespace each file has")
     source = (
         "import os\n"
         "kept, size = [], 0\n"
@@ -249,7 +248,7 @@ def test_all_files_together_have_a_size(run: Run) -> None:
         "    except OSError: pass\n"
         "print(size >> 20)"
     )
-    assert run(source, limits=Limits(file_mb=7)).stdout == "7\n"
+    assert run_python(source, limits=Limits(file_mb=7)).stdout == "7\n"
 
 
 def test_a_program_has_few_files_open(run: Run) -> None:
