@@ -191,27 +191,31 @@ hold("memory of sockets in messages", held)
     "processes without a main thread": """
 def work():
     time.sleep(0.2)
-    taken = bytearray(HELD // 5)
-    for page in range(0, len(taken), 4096):
-        taken[page] = 1
-    time.sleep(1)
-    reached("a part of the memory")
-    os._exit(0)
+    taken = b"x" * (HELD // 5)
+    os.write(ready[1], b"x")
+    time.sleep(60)
+ready = os.pipe()
 for _ in range(5):
     if os.fork() == 0:
         threading.stack_size(1 << 17)
         threading.Thread(target=work).start()
         call(60, 93, 0)  # exit, of this thread only
-time.sleep(2.5)
+for _ in range(5):
+    os.read(ready[0], 1)
+hold("memory of processes without a main thread", HELD)
+os.kill(0, 9)
 """,
     "small processes": """
+ready = os.pipe()
 for _ in range(20):
     if os.fork() == 0:
-        taken = os.urandom(HELD // 20)
-        time.sleep(1)
-        reached("a part of the memory")
-        os._exit(0)
-time.sleep(2.5)
+        taken = b"x" * (HELD // 20)
+        os.write(ready[1], b"x")
+        time.sleep(60)
+for _ in range(20):
+    os.read(ready[0], 1)
+hold("memory of small processes", HELD)
+os.kill(0, 9)
 """,
     "access lists of files": """
 import struct
@@ -230,30 +234,28 @@ hold("memory of access lists", held)
 """,
     "locks": """
 import fcntl
-kept, end = [], time.monotonic() + 4
-for number in range(100):
-    kept.append(open(f"/tmp/{number}", "w"))
-    for start in range(3000):
-        fcntl.lockf(kept[-1], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 2 * start)
-    if time.monotonic() > end:
-        break
-reached(f"{len(kept) * 3000} locks")
+kept = [open(f"/tmp/{number}", "w") for number in range(30)]
+for file in kept:
+    for start in range(2000):
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 2 * start)
+hold("60,000 locks", HELD)
 """,
     "threads": """
 libc.mallopt(-8, 1)  # one arena
 threading.stack_size(1 << 15)
+ready = os.pipe()
 for _ in range(4):
     if os.fork() == 0:
         try:
             for started in range(1000):
-                threading.Thread(target=time.sleep, args=[3], daemon=True).start()
+                threading.Thread(target=time.sleep, args=[60], daemon=True).start()
         except RuntimeError:
             pass
-        time.sleep(0.5)
-        if started > 400:
-            reached(f"{started} threads")
-        os._exit(0)
-time.sleep(3)
+        os.write(ready[1], b"x" if started > 400 else b"-")
+        time.sleep(60)
+if [os.read(ready[0], 1) for _ in range(4)] == [b"x"] * 4:
+    hold("four processes with more than 400 threads", HELD)
+os.kill(0, 9)
 """,
 }
 

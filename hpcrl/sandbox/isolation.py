@@ -210,9 +210,7 @@ def probe_isolation(*packages: str) -> Isolation:
     lines = probe.stdout.splitlines()
     reasons = [line for line in lines if line not in (NO_NETWORK, NO_FILES, FILTERED)]
     found = Isolation(NO_NETWORK in lines, shown if NO_FILES in lines else [], FILTERED in lines)
-    return (
-        found if found.complete else found._replace(why_not=(reasons or ["the process that was to find out died"])[0])
-    )
+    return found if found.complete else found._replace(why_not=reasons[0] if reasons else DIED)
 
 
 @functools.cache

@@ -24,8 +24,7 @@ from hpcrl.sandbox import isolation, process_tree, seccomp
 
 TICK_SECONDS = 0.05  # between two checks of the number of processes and their memory
 MAX_OPEN_FILES = 256  # of each process
-# of all processes; the kernel's memory for them is in no count
-MAX_THREADS = 1024
+MAX_THREADS = 1024  # of all processes; the kernel's memory for these, locks and signals is in no count
 MAX_LOCKS = 10_000  # of parts of files
 MAX_SIGNALS = 1024  # pending, and timers
 OUT_OF_MEMORY = 240  # exit code of the child after a MemoryError
@@ -196,11 +195,11 @@ def watch(child: Child, wake: int, limits: tuple, network: bool) -> str | None:
             return "timeout"
         if now >= next_check:
             alive = process_tree.descendants_of(os.getpid(), processes)
-            threads, used = map(sum, zip((0, 0), *map(process_tree.usage_of, alive), strict=True))
-            if len(alive) > processes or threads > MAX_THREADS:
+            used = list(map(process_tree.usage_of, alive))
+            if len(alive) > processes or sum(threads for threads, _ in used) > MAX_THREADS:
                 return "killed"
-            size = memory_mb * MB - (process_tree.socket_bytes() if network else 0)
-            if used > size and sum(map(process_tree.proportional_bytes, alive)) > size:
+            most = memory_mb * MB - (process_tree.socket_bytes() if network else 0)
+            if sum(size for _, size in used) > most and sum(map(process_tree.proportional_bytes, alive)) > most:
                 return "memory"
             if process_tree.num_locks(alive, MAX_LOCKS) > MAX_LOCKS:
                 return "memory"

@@ -260,7 +260,7 @@ def test_a_kernel_without_filters_runs_programs_only_with_best_effort() -> None:
     command = [sys.executable, "-c", WITHOUT_FILTERS + REFUSED, os.uname().machine]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     refused, job, ran = done.stdout.splitlines()[:3]
-    why = "syscall: Function not implemented"
+    why = "seccomp: Function not implemented"
     assert refused == f"this kernel does not isolate programs: {why}", done.stderr
     assert why in job and "seccomp filters" in job and "reward.sandbox=best_effort" in job
     assert ran == "False /box"
