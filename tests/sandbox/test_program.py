@@ -251,6 +251,18 @@ def test_all_files_together_have_a_size() -> None:
     assert run_python(source, limits=Limits(file_mb=7)).stdout == "7\n"
 
 
+def test_a_program_can_terminate_what_it_has_forked(run: Run) -> None:
+    """As multiprocessing's pools do when they end."""
+    ran = run(
+        "import os, time\n"
+        "ready, writer = os.pipe()\n"
+        "child = os.fork()\n"
+        "if child == 0: os.write(writer, b'x'); time.sleep(60)\n"
+        "os.read(ready, 1); os.kill(child, 15); print(os.wait()[1])"
+    )
+    assert ran.stdout == "15\n"
+
+
 def test_a_program_has_few_files_open(run: Run) -> None:
     ran = run("import os\ntry:\n    while True: os.dup(0)\nexcept OSError: print('full')")
     assert ran.stdout == "full\n"
