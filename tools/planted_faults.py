@@ -452,6 +452,34 @@ FAULTS = [
         0,
         "tests/rewards/test_hostile_scorers.py",
     ),
+    # The sandbox.
+    Fault(
+        "sandbox-calls",
+        "programs reach no key, and no memory that no process shows",
+        "sandbox/seccomp.py",
+        "found += [(EQUAL, 0, 1, which), (RETURN, 0, 0, ERROR | error)]",
+        "pass",
+        0,
+        "tests/sandbox/test_seccomp.py::test_no_key_and_no_call_of_the_filter_is_reached",
+    ),
+    Fault(
+        "sandbox-memory",
+        "what sockets hold counts as memory",
+        "sandbox/process_tree.py",
+        "12 * buffer if",
+        "0 if",
+        0,
+        "tests/sandbox/test_seccomp.py::test_no_memory_is_held_beyond_the_limit",
+    ),
+    Fault(
+        "sandbox-files",
+        "of a project that is a virtual environment programs see only Python",
+        "sandbox/visible_files.py",
+        'f"{sys.prefix}/pyvenv.cfg"',
+        "sys.prefix",
+        0,
+        "tests/sandbox/test_visible_files.py",
+    ),
     # What rank 0 moves.
     Fault(
         "rank-0-control",

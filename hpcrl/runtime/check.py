@@ -277,17 +277,33 @@ def sandbox() -> Finding:
     """Isolation of the programs that a model wrote, which code rewards run."""
     isolation = probe_isolation()
     name, limits = "code sandbox", "limits of time, memory and processes"
+    parts = (
+        (isolation.network or isolation.filtered, "no network", "use the network"),
+        (isolation.network, "no other processes", "read and kill your processes"),
+        # sockets with a path are reachable from a network namespace
+        (
+            isolation.shown,
+            "none of your files",
+            "read and write your files, ground truths too, and connect to services",
+        ),
+        (isolation.filtered, "none of your keys", "use your keys in the kernel, and memory that no limit counts"),
+    )
+    has = ", ".join(what for holds, what, _ in parts if holds)
+    found = f"{has}; {limits}" if has else f"{limits} only"
+    if isolation.complete:
+        return Finding(name, found)
+    reach = ", ".join(what for holds, _, what in parts if not holds)
     if isolation.shown:
-        return Finding(name, f"no network, no other processes, none of your files; {limits}")
-    # sockets with a path are reachable from a network namespace
-    reach = "read and write your files, ground truths too, and connect to services of this machine"
-    if not isolation.network:
-        reach = f"use the network, read and kill your processes, {reach}"
+        needed = "seccomp filters (CONFIG_SECCOMP_FILTER, on x86_64 or aarch64)"
+    else:
+        needed = (
+            "user namespaces, and mounts in them (user.max_user_namespaces, user.max_mnt_namespaces, or the "
+            "container's seccomp profile)"
+        )
     return Finding(
         name,
-        f"no network, own process namespace; {limits}" if isolation.network else f"{limits} only",
-        f"programs under test can {reach} ({isolation.why_not}); where you score code, allow user namespaces, "
-        "and mounts in them (user.max_user_namespaces, user.max_mnt_namespaces, or the container's seccomp profile)",
+        found,
+        f"programs under test can {reach} ({isolation.why_not}); where you score code, allow {needed}",
         needed=False,
     )
 

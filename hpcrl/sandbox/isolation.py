@@ -1,4 +1,4 @@
-"""Isolation of untrusted code: namespaces, no network, no privileges, and the files that it sees.
+"""Isolation of untrusted code: namespaces, no network, no privileges, a filter of system calls, and the files it sees.
 
 The namespaces need no privileges (user namespaces). The code sees Python's and the system's programs, read-only, and an
 empty folder of its own; no home, no data, and no /tmp or /run of the machine, hence none of their sockets.
@@ -12,7 +12,6 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -21,67 +20,19 @@ if TYPE_CHECKING:
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from hpcrl.sandbox import seccomp
 from hpcrl.sandbox.process_tree import libc_call
 
-SYSTEM = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"),
-    *("/dev/null", "/dev/zero", "/dev/urandom"),
-)
 FOLDER = "/box"  # the working folder of the code
 WRITABLE = (FOLDER, "/tmp", "/dev/shm")  # multiprocessing's locks are in /dev/shm
 ROOT = "/tmp"  # where the new root is mounted at first; any folder would do
 MAX_FILES = 16384
-LIBRARIES_OF = "bz2 ctypes hashlib lzma sqlite3 ssl zlib"
 
 CLONE_NEWNS = 1 << 17
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_SLAVE = 1 << 12, 1 << 14, 1 << 19
 MNT_DETACH = 2
 KEPT_FLAGS = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC}
-
-
-def visible_paths(packages: Iterable[str]) -> list[str]:
-    """Files and folders that this interpreter needs to run with the folders `packages`, none of them below another.
-
-    Raises OSError if Python's own folder contains other files as well: a home or the temporary folder.
-    """
-    prefixes = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))]
-    if wide := [prefix for prefix in prefixes if prefix not in SYSTEM and is_wide(prefix)]:
-        raise OSError(0, f"Python's folder {wide[0]} holds other files too")
-    others = [*packages, *os.environ.get("LD_LIBRARY_PATH", "").split(":"), *library_folders()]
-    wanted = [*SYSTEM, *prefixes, *(other for other in others if os.path.isabs(other) and not is_wide(other))]
-    # by both names if there are links, because files may refer to either
-    named = {name for place in wanted for name in (os.path.normpath(place), os.path.realpath(place))}
-    found: list[str] = []
-    for name in sorted(named, key=len):
-        if os.path.exists(name) and not any(name.startswith(f"{above}/") for above in found):
-            found.append(name)
-    return found
-
-
-def is_wide(folder: str) -> bool:
-    """Whether a folder is or contains the user's home or the temporary folder."""
-    import tempfile  # programs under test import this module, and should not wait for it
-
-    inside = os.path.join(os.path.realpath(folder), "")
-    kept = (os.path.expanduser("~"), tempfile.gettempdir(), "/tmp")
-    return any(os.path.join(os.path.realpath(each), "").startswith(inside) for each in kept)
-
-
-def library_folders() -> list[str]:
-    """Folders of the shared libraries of Python's own modules, from the memory map of a process that loads them."""
-    import subprocess
-
-    look = (
-        f"for name in {LIBRARIES_OF!r}.split():\n"
-        "    try: __import__(name)\n"
-        "    except ImportError: pass\n"
-        "print(open('/proc/self/maps').read())"
-    )
-    command = [sys.executable, "-I", "-S", "-c", look]
-    maps = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
-    files = {fields[5] for fields in (line.split(None, 5) for line in maps.splitlines()) if len(fields) == 6}
-    return sorted({os.path.dirname(file) for file in files if file.startswith("/") and ".so" in file})
 
 
 def enter(shown: list[str], megabytes: int) -> None:
@@ -189,7 +140,6 @@ def remove_folder(folder: str) -> None:
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 27, 1 << 28, 1 << 29, 1 << 30
 INSIDE_UID = 1000  # not 0, the namespace's root
 CAPABILITY_VERSION_3 = 0x20080522
-PR_SET_NO_NEW_PRIVS = 38
 
 
 def unshare_namespaces() -> None:
@@ -216,24 +166,31 @@ def unshare_namespaces() -> None:
 
 def give_up_privileges() -> None:
     """Drop the privileges that `unshare_namespaces` gave, for good: the process cannot gain any again."""
-    libc_call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc_call("prctl", seccomp.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header, nothing = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     libc_call("capset", header, nothing)
 
 
-NO_NETWORK, NO_FILES = "network", "files"  # lines that the probe prints
+NO_NETWORK, NO_FILES, FILTERED = "network", "files", "filter"  # lines that the probe prints
+DIED = "the process that was to find out died"
 
 
 class Isolation(NamedTuple):
     """What the kernel allows.
 
     network: untrusted code runs without network and in a process namespace of its own. shown: the only files it sees;
-    empty if it sees all of the user's files. why_not: why the next part is missing.
+    empty if it sees all of the user's files. filtered: its system calls are filtered (`seccomp`). why_not: the reason
+    for the first part that is missing.
     """
 
     network: bool
     shown: list[str]
+    filtered: bool
     why_not: str = ""
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.shown) and self.filtered
 
 
 @functools.cache
@@ -242,20 +199,18 @@ def probe_isolation(*packages: str) -> Isolation:
 
     Starts processes, so call it before MPI starts.
     """
-    import subprocess  # programs under test import this module, and should not wait for it
+    # programs under test import this module, and should not wait for these
+    import subprocess
 
-    shown: list[str] = []
-    why_not = ""
-    try:
-        shown = visible_paths(packages)
-    except OSError as error:
-        why_not = error.strerror or str(error)
+    from hpcrl.sandbox.visible_files import visible_paths
+
+    shown = visible_paths(packages)
     command = [sys.executable, "-I", "-S", __file__, *shown]
     probe = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    lines = probe.stdout.split("\n")
-    if NO_FILES in lines:
-        return Isolation(True, shown)
-    return Isolation(NO_NETWORK in lines, [], lines[-1] or why_not or f"the probe ended with {probe.returncode}")
+    lines = probe.stdout.splitlines()
+    reasons = [line for line in lines if line not in (NO_NETWORK, NO_FILES, FILTERED)]
+    found = Isolation(NO_NETWORK in lines, shown if NO_FILES in lines else [], FILTERED in lines)
+    return found if found.complete else found._replace(why_not=reasons[0] if reasons else DIED)
 
 
 @functools.cache
@@ -269,7 +224,7 @@ def probe_in_child() -> Isolation:
     try:
         found: Isolation = pipe.recv()
     except EOFError:
-        found = Isolation(False, [], "the process that was to find out died")
+        found = Isolation(False, [], False, DIED)
     child.join()
     return found
 
@@ -279,19 +234,35 @@ def _send_isolation(pipe: Connection) -> None:
 
 
 def main(shown: list[str]) -> None:
-    """Print a line for each part of the isolation that works, then why the next one does not."""
-    try:
-        unshare_namespaces()
-        print(NO_NETWORK, flush=True)
+    """Print a line for each part of the isolation that works, and why another does not."""
+    for attempt in (lambda: isolate(shown), filter_calls):
         child = os.fork()
         if child:
             os.waitpid(child, 0)
-        elif shown:
-            enter(shown, megabytes=1)
-            give_up_privileges()
-            print(NO_FILES)
-    except (OSError, AttributeError) as error:  # the C libraries of other systems have no such function
-        print(getattr(error, "strerror", None) or error, end="")
+            continue
+        try:
+            attempt()
+        except (OSError, AttributeError) as error:  # the C libraries of other systems have no such function
+            print(getattr(error, "strerror", None) or error)
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def isolate(shown: list[str]) -> None:
+    unshare_namespaces()
+    print(NO_NETWORK, flush=True)
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    else:
+        enter(shown, megabytes=1)
+        give_up_privileges()
+        print(NO_FILES)
+
+
+def filter_calls() -> None:
+    seccomp.install()
+    print(FILTERED)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from resource import struct_rusage
 
 # Batch systems send these to every process of a job. Only ranks handle them.
@@ -17,6 +17,7 @@ STOP_SIGNALS = (*STEP_SIGNALS, signal.SIGINT)  # and Ctrl-C, which some launcher
 END = signal.SIGUSR2  # to a supervisor: kill the descendants and exit
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+LIBC = ctypes.CDLL(None, use_errno=True)
 HAS_CHILDREN_FILE = os.path.exists("/proc/thread-self/children")  # False for kernels without CONFIG_PROC_CHILDREN
 
 
@@ -69,9 +70,52 @@ def descendants_of(pid: int, most: int | None = None) -> list[int]:
     return found
 
 
-def memory_exceeds(size: int, pids: list[int]) -> bool:
-    """Whether the resident memory of these processes exceeds `size` bytes. Shared pages count once."""
-    return sum(map(_resident, pids)) > size and sum(map(proportional_bytes, pids)) > size
+def usage_of(pid: int) -> tuple[int, int]:
+    """Number of threads of a process, and its bytes in RAM or swap, shared pages in full; zeros if it has ended."""
+    found = _status(pid)
+    threads = int(found.get("Threads", 0))
+    if threads > 1 and "VmRSS" not in found:  # the main thread has ended
+        found = next((status for status in map(_status, _threads(pid)) if "VmRSS" in status), found)
+    return threads, sum(int(found.get(name, "0 kB").split()[0]) << 10 for name in ("VmRSS", "VmSwap"))
+
+
+def proportional_bytes(pid: int) -> int:
+    """Bytes in RAM or swap, with this process's share of shared pages. Before Linux 4.14 shared pages in full."""
+    for thread in (pid, *_threads(pid)):
+        try:
+            with open(f"/proc/{thread}/smaps_rollup") as file:
+                return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("Pss:", "SwapPss:")))
+        except ProcessLookupError:
+            continue  # the main thread has ended
+        except OSError:
+            break
+    return usage_of(pid)[1]
+
+
+def socket_bytes() -> int:
+    """The most that the buffers of all Unix sockets of this process's network namespace can hold.
+
+    Sockets that no process has open count too: those in messages, and connections that no process has accepted.
+    """
+    lines = [line.split(" ", 5) for line in _lines("/proc/self/net/unix")][1:]
+    if not lines:
+        return 0
+    import socket  # most programs have none
+
+    with socket.socket(socket.AF_UNIX) as one:
+        buffer = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    # a stream may exceed its sender's buffer by a message; a receiver of datagrams has a queue of 10 from any senders
+    return sum(12 * buffer if line[4:5] == ["0002"] else 2 * buffer for line in lines)
+
+
+def num_locks(pids: list[int], most: int) -> int:
+    """Number of locks of parts of files that these processes have. The count stops after `most`."""
+    found, members = 0, set(map(str, pids))
+    for line in _lines("/proc/locks"):
+        found += line.split()[4] in members
+        if found > most:
+            break
+    return found
 
 
 def kill_tree(pid: int) -> None:
@@ -144,35 +188,38 @@ def _children_lookup() -> Callable[[int], list[int]]:
 
 def _read_children(pid: int) -> list[int]:
     found: list[int] = []
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
+    for thread in _threads(pid):
+        try:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += map(int, file.read().split())
-    except (FileNotFoundError, ProcessLookupError):
-        pass
+        except (FileNotFoundError, ProcessLookupError):
+            pass
     return found
 
 
-def _resident(pid: int) -> int:
-    """Resident bytes; 0 if the process has ended."""
+def _threads(pid: int) -> list[int]:
     try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return []
 
 
-def proportional_bytes(pid: int) -> int:
-    """Resident bytes, with this process's share of shared pages. The same as `_resident` before Linux 4.14."""
+def _status(pid: int) -> dict[str, str]:
+    """Lines of /proc/PID/status by name; empty if the process has ended."""
+    return dict(line.split(":", 1) for line in _lines(f"/proc/{pid}/status"))
+
+
+def _lines(path: str) -> Iterator[str]:
+    """Lines of a file; none if it does not exist, or is that of a process that has ended."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:
-            return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
-    except OSError:
-        return _resident(pid)
+        with open(path, errors="replace") as file:
+            yield from file
+    except (FileNotFoundError, ProcessLookupError):
+        pass
 
 
 def libc_call(function: str, *arguments: object) -> None:
     """Call a function of the C library. Raises OSError with its name unless it returns 0."""
-    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments) != 0:
+    if getattr(LIBC, function)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{function}: {os.strerror(number)}")

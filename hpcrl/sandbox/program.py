@@ -1,7 +1,7 @@
 """Run a Python program that a model wrote, with limits of time, memory, files and processes, and without network.
 
-The limits hold everywhere. Isolation from the network, from other processes and from the user's files needs a kernel
-that allows it; `hpcrl check` shows what this one allows.
+The limits hold everywhere. Isolation from the network, from other processes, from the user's files and keys, and from
+memory that no limit counts needs a kernel that allows it; `hpcrl check` shows what this one allows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
     """Limits of one program and the processes it starts."""
 
     seconds: float = 10.0
-    memory_mb: int = 1024  # address space of each process, and resident memory of all together
+    memory_mb: int = 1024  # address space of each process; memory of all together, what sockets can hold included
     file_mb: int = 16  # all its files together, or each file without a mount namespace
     stdout_kb: int = 1024  # standard output, and the same for standard error
     processes: int = 32
@@ -39,8 +39,8 @@ class Ran(NamedTuple):
     """How a program ended.
 
     fate: "ok" (exit code 0), "error" (an exception, or another exit code), "timeout", "memory" (MemoryError, or more
-    than the limit in all processes together), "killed" (by a signal, or because of too many processes or too much
-    output). returncode is negative for a signal.
+    than the limit in all processes together), "killed" (by a signal, or because of too many processes or threads or too
+    much output). returncode is negative for a signal.
     """
 
     fate: Fate
@@ -50,28 +50,26 @@ class Ran(NamedTuple):
 
 
 class SandboxUnavailable(RuntimeError):
-    """The kernel does not isolate programs from the user's files, processes and network."""
+    """The kernel does not isolate programs from the user's files, processes, keys and network."""
 
 
 def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT, *, best_effort: bool = False) -> Ran:
     """Run `source` as the main module of a Python program, in an empty folder that is removed afterwards.
 
     The program has no network and sees no other process (`isolation`), and no files but Python's, the system's programs
-    and its own. Raises SandboxUnavailable if the kernel does not allow that, unless `best_effort` is true: then it
-    can do what the user can, within `limits`. Raises RuntimeError in a process that uses MPI, because it starts
-    processes.
+    and its own; some system calls fail (`seccomp`). Raises SandboxUnavailable if the kernel does not allow that, unless
+    `best_effort` is true: then it can do what the user can, within `limits`. Raises RuntimeError in a process that uses
+    MPI, because it starts processes.
     """
     if "mpi4py.MPI" in sys.modules:
         raise RuntimeError("run_python was called in a process that uses MPI; call it from a worker process")
     packages = [folder for folder in sys.path if folder.endswith("site-packages")]
     folder = os.path.join(tempfile.gettempdir(), f"hpcrl_sandbox_{os.urandom(8).hex()}")
     isolation = probe_isolation(*packages)
-    if not isolation.shown and not best_effort:
+    if not isolation.complete and not best_effort:
         raise SandboxUnavailable(f"this kernel does not isolate programs: {isolation.why_not}")
-    job = (
-        *(source, stdin.encode("utf-8", "surrogatepass"), tuple(limits), folder, packages),
-        *(isolation.network, isolation.shown),
-    )
+    isolated = isolation.network, isolation.shown, isolation.filtered
+    job = (source, stdin.encode("utf-8", "surrogatepass"), tuple(limits), folder, packages, isolated)
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # for the interpreter
     supervisor = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", SUPERVISOR],

@@ -6,6 +6,7 @@ through its standard input and output, which the child does not have.
 
 from __future__ import annotations
 
+import fcntl
 import marshal
 import os
 import resource
@@ -19,10 +20,13 @@ from typing import NoReturn
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from hpcrl.sandbox import isolation, process_tree
+from hpcrl.sandbox import isolation, process_tree, seccomp
 
 TICK_SECONDS = 0.05  # between two checks of the number of processes and their memory
 MAX_OPEN_FILES = 256  # of each process
+MAX_THREADS = 1024  # of all processes; the kernel's memory for these, locks and signals is in no count
+MAX_LOCKS = 10_000  # of parts of files
+MAX_SIGNALS = 1024  # pending, and timers
 OUT_OF_MEMORY = 240  # exit code of the child after a MemoryError
 MB = 2**20
 
@@ -56,7 +60,8 @@ class Child:
 
 
 def main() -> None:
-    source, stdin, limits, folder, packages, network, shown = marshal.loads(sys.stdin.buffer.read())
+    source, stdin, limits, folder, packages, isolated = marshal.loads(sys.stdin.buffer.read())
+    network, shown, _ = isolated
     parent = os.getppid()
     wake, _ = process_tree.wake_on_signals()
     process_tree.adopt_orphans()
@@ -66,8 +71,8 @@ def main() -> None:
         if not shown:
             os.mkdir(folder, 0o700)
         process_tree.signal_on_parent_death(parent, process_tree.END)  # after `unshare_namespaces`, which resets it
-        child = start(source, stdin, limits, folder, packages, network, shown)
-        fate = watch(child, wake, limits)
+        child = start(source, stdin, limits, folder, packages, isolated)
+        fate = watch(child, wake, limits, network)
     finally:
         process_tree.kill_descendants()
         if not shown:
@@ -76,13 +81,12 @@ def main() -> None:
     sys.stdout.buffer.write(marshal.dumps((*outcome(child, fate, limits[0]), stdout, stderr)))
 
 
-def start(
-    source: str, stdin: bytes, limits: tuple, folder: str, packages: list[str], isolated: bool, shown: list[str]
-) -> Child:
+def start(source: str, stdin: bytes, limits: tuple, folder: str, packages: list[str], isolated: tuple) -> Child:
     """Fork. In the child, run the program and do not return."""
-    given = os.memfd_create("stdin")
+    given = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
     os.write(given, stdin)
     os.lseek(given, 0, os.SEEK_SET)
+    fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # it is memory
     (stdout, stdout_writer), (stderr, stderr_writer) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -90,7 +94,7 @@ def start(
             for number, file in enumerate((given, stdout_writer, stderr_writer)):
                 os.dup2(file, number)
             os.closerange(3, 1 << 16)
-            confine(limits, folder, isolated, shown)
+            confine(limits, folder, *isolated)
         except BaseException as error:
             os.write(2, f"the sandbox cannot be set up: {error}\n".encode())
             os._exit(1)
@@ -102,19 +106,21 @@ def start(
     return Child(pid, stdout, stderr)
 
 
-def confine(limits: tuple, folder: str, isolated: bool, shown: list[str]) -> None:
+def confine(limits: tuple, folder: str, network: bool, shown: list[str], filtered: bool) -> None:
     """Apply limits and isolation that the program cannot undo."""
     seconds, memory_mb, file_mb, _, _ = limits
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, process_tree.END):
         signal.signal(signum, signal.SIG_DFL)
+    # what the program forks can be terminated, as multiprocessing's pools do it
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     os.setsid()  # otherwise `os.kill(0, ...)` would reach the supervisor too
     process_tree.signal_on_parent_death(os.getppid())
     process_tree.raise_oom_score()
     if shown:
         isolation.enter(shown, file_mb)
         folder = isolation.FOLDER
-    if isolated:
+    if network:
         isolation.give_up_privileges()
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
@@ -124,11 +130,18 @@ def confine(limits: tuple, folder: str, isolated: bool, shown: list[str]) -> Non
         (resource.RLIMIT_CPU, cpu),
         (resource.RLIMIT_FSIZE, file_mb * MB),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+        (resource.RLIMIT_SIGPENDING, MAX_SIGNALS),
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
+    seccomp.leave_keyring()
+    try:
+        seccomp.install()
+    except OSError:
+        if filtered:
+            raise
 
 
 def run(source: str, packages: list[str]) -> NoReturn:
@@ -172,7 +185,7 @@ def run(source: str, packages: list[str]) -> NoReturn:
             os._exit(code & 0xFF)
 
 
-def watch(child: Child, wake: int, limits: tuple) -> str | None:
+def watch(child: Child, wake: int, limits: tuple, network: bool) -> str | None:
     """Return None when the child has ended, or the fate for which it must be killed."""
     seconds, memory_mb, _, output_kb, processes = limits
     end, next_check = time.monotonic() + seconds, 0.0
@@ -182,9 +195,13 @@ def watch(child: Child, wake: int, limits: tuple) -> str | None:
             return "timeout"
         if now >= next_check:
             alive = process_tree.descendants_of(os.getpid(), processes)
-            if len(alive) > processes:
+            used = list(map(process_tree.usage_of, alive))
+            if len(alive) > processes or sum(threads for threads, _ in used) > MAX_THREADS:
                 return "killed"
-            if process_tree.memory_exceeds(memory_mb * MB, alive):
+            most = memory_mb * MB - (process_tree.socket_bytes() if network else 0)
+            if sum(size for _, size in used) > most and sum(map(process_tree.proportional_bytes, alive)) > most:
+                return "memory"
+            if process_tree.num_locks(alive, MAX_LOCKS) > MAX_LOCKS:
                 return "memory"
             next_check = now + TICK_SECONDS
         ready, _, _ = select.select([wake, *child.open], [], [], min(end, next_check) - now)

@@ -69,13 +69,16 @@ def test_a_kernel_without_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) ->
         assert not found.needed or found.wrong is None
         return found
 
-    all_holds = finding(True, ["/usr"])
+    all_holds = finding(True, ["/usr"], True)
     assert all_holds.wrong is None and "no network" in all_holds.found and "none of your files" in all_holds.found
-    files_open = finding(True, [], "mount: Operation not permitted")
+    calls_open = finding(True, ["/usr"], False, "seccomp: Function not implemented")
+    assert "none of your files" in calls_open.found and "keys" not in calls_open.found
+    assert "keys" in (calls_open.wrong or "") and "seccomp: Function not implemented" in (calls_open.wrong or "")
+    files_open = finding(True, [], False, "mount: Operation not permitted")
     assert "no network" in files_open.found and "files" not in files_open.found
     assert "can read and write your files" in (files_open.wrong or "")
     assert "mount: Operation not permitted" in (files_open.wrong or "")
-    all_open = finding(False, [], "unshare: Operation not permitted")
+    all_open = finding(False, [], False, "unshare: Operation not permitted")
     assert all_open.found.endswith("only") and "can use the network" in (all_open.wrong or "")
 
 
