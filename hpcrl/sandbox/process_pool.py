@@ -354,7 +354,7 @@ class ProcessPool:
         else:
             del worker.jobs[late.number]
             self._retire(worker)
-            late.is_retried = True
+            late.is_retried, late.deadline = True, float("inf")
             self._pending.append(late)
 
     def _why_late(self, job: _Job) -> str:
