@@ -167,6 +167,7 @@ class ProcessPool:
         self._numbers = itertools.count()
         self._pending: deque[_Job] = deque()  # those that are run again are the last
         self._unbegun = 0.0  # sum of the timeouts of requests that no worker has begun
+        self._is_new_batch = False  # there are requests since the budget was renewed
         self._outcomes: dict[int, Outcome] = {}
         self._workers: list[_Worker] = []
         self._failed_starts = 0
@@ -182,14 +183,10 @@ class ProcessPool:
         number = next(self._numbers)
         job = _Job(number, pickle.dumps((number, request)), weight * self._timeout, start_at)
         self._unbegun += job.timeout
+        self._is_new_batch = True
         place = len(self._pending)
-        if self._budget is not None:
-            while place and self._pending[place - 1].is_retried:
-                place -= 1
-            running = [job for worker in self._workers for job in worker.jobs.values() if job.limit]
-            again = itertools.islice(self._pending, place, None)
-            timeouts = self._unbegun + sum(job.timeout for job in (*running, *again))
-            self._budget.renew(timeouts, taken=sum(job.limit for job in running))
+        while place and self._budget is not None and self._pending[place - 1].is_retried:
+            place -= 1
         self._pending.insert(place, job)
         self.pump()
         return number
@@ -240,8 +237,9 @@ class ProcessPool:
     def _next_event(self) -> float:
         """The next time at which there is something to do without a message from a worker."""
         events = [worker.next_deadline for worker in self._workers]
-        if self._pending and not self._is_full() and any(worker.takes(self._pending[0]) for worker in self._workers):
-            events.append(self._pending[0].start_at)
+        job = self._pending[0] if self._pending and not self._is_full() else None
+        if job is not None and self._has_time(job) and any(worker.takes(job) for worker in self._workers):
+            events.append(job.start_at)
         return min(events, default=time.monotonic())
 
     def _is_full(self) -> bool:
@@ -261,7 +259,7 @@ class ProcessPool:
         now = time.monotonic()
         while self._pending and self._pending[0].start_at <= now and not self._is_full():
             job = self._pending[0]
-            if job.is_retried and not self._has_time_again(job):
+            if not self._has_time(job):
                 if any(worker.jobs for worker in self._workers):
                     return  # those may leave some
                 self._pending.popleft()
@@ -273,18 +271,24 @@ class ProcessPool:
             self._pending.popleft()
             self._send(min(free, key=lambda worker: len(worker.jobs)), job)
 
-    def _has_time_again(self, job: _Job) -> bool:
+    def _has_time(self, job: _Job) -> bool:
         """Whether a request that is run again would have twice the time that it had, or its whole timeout."""
-        if self._budget is None:
+        if self._budget is None or not job.is_retried:
             return True
         return self._budget.left_for(job.timeout, self._waiting_again(job)) >= min(2 * job.limit, job.timeout)
 
     def _waiting_again(self, job: _Job) -> float:
         """The sum of the timeouts of other requests that wait to run again."""
-        return sum(other.timeout for other in self._pending if other.is_retried and other is not job)
+        last = itertools.takewhile(lambda other: other.is_retried, reversed(self._pending))
+        return sum(other.timeout for other in last if other is not job)
 
     def _limit_of(self, job: _Job) -> float:
         """Seconds for a request that a worker begins."""
+        if self._is_new_batch and self._budget is not None:
+            self._is_new_batch = False
+            running = [other for worker in self._workers for other in worker.jobs.values() if other.limit]
+            timeouts = sum(other.timeout for other in running) + self._waiting_again(job)
+            self._budget.renew(self._unbegun + timeouts, taken=sum(other.limit for other in running))
         if not job.limit:
             self._unbegun -= job.timeout
         if self._budget is None:

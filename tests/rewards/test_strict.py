@@ -97,6 +97,10 @@ def test_a_right_answer_stays_right(rule: str) -> None:
         assert score(rule, response, truth) == 1.0, response
 
 
+def test_an_empty_response_is_no_answer() -> None:
+    assert score("sums", " ", "") == score("maze", "", "\n") == 0.0
+
+
 def test_a_program_that_prints_nothing() -> None:
     tests = {"inputs": ["", "1 2", ""], "outputs": ["", "3", " \n"]}
     assert score("taco", SILENT, tests) == pytest.approx(2 / 3)

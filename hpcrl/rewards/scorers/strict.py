@@ -17,7 +17,10 @@ from hpcrl.rewards.scorers.short_answers import CLOSE, OPEN, last_answer, normal
 
 MAX_LENGTH, MAX_DEPTH = algebra.MAX_LENGTH, 16
 LAYOUT = (
-    *((sign, "") for sign in (r"\left", r"\right", r"\!", r"\,", r"\;", r"\ ", r"\$", "$", r"^{\circ}", r"^\circ", "{,}")),
+    *(
+        (sign, "")
+        for sign in (r"\left", r"\right", r"\!", r"\,", r"\;", r"\ ", r"\$", "$", r"^{\circ}", r"^\circ", "{,}")
+    ),
     *((long, r"\frac") for long in (r"\dfrac", r"\tfrac")),
     *((sign, "*") for sign in (r"\cdot", r"\times")),
     (r"\%", "%"),
