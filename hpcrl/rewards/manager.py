@@ -197,7 +197,7 @@ class RewardManager:
                 acc[index] = self._accuracy(result, request)
                 self.shape(result, request)
         scores = np.array([result.pop("score") for result in results], dtype=np.float32)
-        counted = Counter(outcome.fate for outcome in outcomes)
+        counted: Counter[str] = Counter(outcome.fate for outcome in outcomes)
         if self._has_rules:
             counted.update(result.pop(STOPPED) for result in results if STOPPED in result)
         return Scores(scores, acc, results, {f"reward/{name}": float(counted[name]) for name in COUNTS})

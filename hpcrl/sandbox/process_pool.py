@@ -74,7 +74,7 @@ class _Worker:
     jobs: dict[int, _Job] = field(default_factory=dict)
     slot: int = 0  # its place among the workers of the pool; its successor has the same
     idle_since: float = 0.0  # monotonic time of its last answer
-    deadline: float = field(default_factory=lambda: time.monotonic() + START_SECONDS)  # of its start
+    started: float = field(default_factory=time.monotonic)
 
     @classmethod
     def start(cls, source: Source, memory_limit_mb: int | None, log_path: str | None) -> _Worker:
@@ -96,7 +96,7 @@ class _Worker:
     @property
     def next_deadline(self) -> float:
         if self.ready is None:
-            return self.deadline
+            return self.started + START_SECONDS
         return min((job.deadline for job in self.jobs.values()), default=float("inf"))
 
     def takes(self, job: _Job) -> bool:
@@ -202,6 +202,8 @@ class ProcessPool:
     def take(self, number: int) -> Outcome:
         """Wait for the outcome of a request and return it, once."""
         while number not in self._outcomes:
+            if self._is_new_batch:
+                self._renew_budget()
             self._progress(max(0.0, self._next_event() - time.monotonic()))
         return self._outcomes.pop(number)
 
@@ -277,18 +279,15 @@ class ProcessPool:
             return True
         return self._budget.left_for(job.timeout, self._waiting_again(job)) >= min(2 * job.limit, job.timeout)
 
-    def _waiting_again(self, job: _Job) -> float:
+    def _waiting_again(self, job: _Job | None = None) -> float:
         """The sum of the timeouts of other requests that wait to run again."""
         last = itertools.takewhile(lambda other: other.is_retried, reversed(self._pending))
         return sum(other.timeout for other in last if other is not job)
 
     def _limit_of(self, job: _Job) -> float:
         """Seconds for a request that a worker begins."""
-        if self._is_new_batch and self._budget is not None:
-            self._is_new_batch = False
-            running = [other for worker in self._workers for other in worker.jobs.values() if other.limit]
-            timeouts = sum(other.timeout for other in running) + self._waiting_again(job)
-            self._budget.renew(self._unbegun + timeouts, taken=sum(other.limit for other in running))
+        if self._is_new_batch:
+            self._renew_budget()
         if not job.limit:
             self._unbegun -= job.timeout
         if self._budget is None:
@@ -296,6 +295,17 @@ class ProcessPool:
         if job.is_retried:
             return self._budget.take_again(job.timeout, self._waiting_again(job))
         return self._budget.take(job.timeout, self._unbegun)
+
+    def _renew_budget(self) -> None:
+        """Give the requests since the last time their shares, also of what the running ones have taken."""
+        self._is_new_batch = False
+        if self._budget is None:
+            return
+        running = [job for worker in self._workers for job in worker.jobs.values() if job.limit]
+        self._budget.renew(self._unbegun + sum(job.timeout for job in running) + self._waiting_again())
+        for job in running:
+            job.limit = self._budget.take(job.limit, self._unbegun)
+            job.deadline = job.began + job.limit
 
     def _give_back(self, job: _Job, ended: float) -> None:
         if self._budget is not None:
@@ -334,6 +344,8 @@ class ProcessPool:
                 return f"a new process cannot load the function: {message.why}"
             worker.ready = message
             self._failed_starts = 0
+            if self._budget is not None:
+                self._budget.charge(time.monotonic() - worker.started)
         elif (job := worker.jobs.pop(message.number, None)) is not None:
             self._outcomes[message.number] = message.outcome
             self._give_back(job, message.ended)
@@ -391,7 +403,10 @@ class ProcessPool:
             job.deadline = float("inf")
             self._pending.appendleft(job)
         self._workers.remove(worker)
+        began = time.monotonic()
         worker.kill()
+        if self._budget is not None:
+            self._budget.charge(time.monotonic() - began)
 
     def _wait_until_loaded(self, worker: _Worker) -> None:
         """Raise the source's `load_error` if a worker cannot load it."""

@@ -247,8 +247,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     ("seconds", "timeout", "batch_timeout"),
     [
         (["1000"] * 6, 1000, 1.0),
-        (["1000"] * 4 + ["0"] * 6, 1000, 1.5),
-        (["1000"] * 3 + ["0.5"] + ["0"] * 5, 1, 3.0),  # the one of 0.5 s runs again
+        (["1000"] * 4 + ["0"] * 6, 1000, 3.0),
+        (["1000", "1.1"] + ["0"] * 4, 3, 6.0),  # the second exceeds its share of 0.75 s, and runs again
     ],
 )
 def test_a_batch_ends_in_its_time_and_sleeping_scores_leave_some_for_the_others(
@@ -270,7 +270,7 @@ def test_a_batch_ends_in_its_time_and_sleeping_scores_leave_some_for_the_others(
     assert counts["reward/timeouts"] == ends.count(False) and sum(counts.values()) == ends.count(False)
     assert "longer than its share of reward.batch_timeout" in caplog.text
     calls = (tmp_path / "sleeps.py.calls").read_text().splitlines()
-    assert calls.count("0.5") == 2 * seconds.count("0.5")
+    assert calls.count("1.1") == 2 * seconds.count("1.1")
 
 
 def test_the_same_key_is_collected_as_often_as_submitted(make: Callable[..., RewardManager]) -> None:
