@@ -146,12 +146,14 @@ class RewardManager:
     def make_pool(self, cfg: Scoring, log_path: str | None) -> ProcessPool:
         """The scoring processes."""
         source = source_of(cfg, is_batched=self.is_batched)
+        budget = TimeBudget(cfg.batch_timeout, cfg.num_workers, "reward.batch_timeout")
+        has_budget = cfg.batch_timeout is not None or not self.is_batched  # one call has a timeout for the whole batch
         return ProcessPool(
             source,
             cfg.num_workers,
             cfg.timeout,
             memory_limit_mb=cfg.memory_limit_mb,
-            budget=TimeBudget(cfg.batch_timeout, cfg.num_workers, "reward.batch_timeout"),
+            budget=budget if has_budget else None,
             log_path=log_path,
             on_answer=_record,
         )

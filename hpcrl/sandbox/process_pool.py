@@ -240,7 +240,7 @@ class ProcessPool:
         """The next time at which there is something to do without a message from a worker."""
         events = [worker.next_deadline for worker in self._workers]
         job = self._pending[0] if self._pending and not self._is_full() else None
-        if job is not None and self._has_time(job) and any(worker.takes(job) for worker in self._workers):
+        if job is not None and any(worker.takes(job) for worker in self._workers) and self._has_time(job):
             events.append(job.start_at)
         return min(events, default=time.monotonic())
 
@@ -261,7 +261,7 @@ class ProcessPool:
         now = time.monotonic()
         while self._pending and self._pending[0].start_at <= now and not self._is_full():
             job = self._pending[0]
-            if not self._has_time(job):
+            if job.is_retried and not self._has_time(job):
                 if any(worker.jobs for worker in self._workers):
                     return  # those may leave some
                 self._pending.popleft()
@@ -301,7 +301,7 @@ class ProcessPool:
         self._is_new_batch = False
         if self._budget is None:
             return
-        running = [job for worker in self._workers for job in worker.jobs.values() if job.limit]
+        running = [job for worker in self._workers for job in worker.jobs.values() if job.deadline < float("inf")]
         self._budget.renew(self._unbegun + sum(job.timeout for job in running) + self._waiting_again())
         for job in running:
             job.limit = self._budget.take(job.limit, self._unbegun)

@@ -21,6 +21,7 @@ ROWS = r" \\ ".join(" & ".join(f"a_{{{row}{column}}}" for column in range(7)) fo
 # The answer, and how it is counted.
 HOSTILE: dict[str, tuple[str, str]] = {
     "braces": (r"\boxed{" + "{" * MANY + "2" + "}" * MANY + "}", "over_limits"),
+    "brackets after closed ones": (r"$" + ")" * 400 + "(" * 400 + "2$", "over_limits"),
     "brackets of all kinds": (r"\boxed{" + "[({" * 40 + "2" + "})]" * 40 + "}", "over_limits"),
     "fractions": (r"\boxed{" + r"\frac{3}{" * 200 + "2" + "}" * 201, "over_limits"),
     "a tower": (r"\boxed{7^{7^{11}}}", "over_limits"),

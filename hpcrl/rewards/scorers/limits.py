@@ -57,7 +57,7 @@ def depth(text: str) -> int:
             level += 1
             found = max(found, level)
         elif character in CLOSING:
-            level -= 1
+            level = max(level - 1, 0)
     return found
 
 
