@@ -149,7 +149,7 @@ def compute_score(
         formatted = found is not None
     right = found is not None and found.value == target and Counter(found.numbers) == numbers
     scored = {"score": 1.0 if right else format_score * formatted, "acc": float(right), "format": float(formatted)}
-    return scored if right else limits.marked(scored, answer, MAX_LENGTH, MAX_DEPTH)
+    return limits.marked(scored, answer, MAX_LENGTH, MAX_DEPTH) if found is None else scored
 
 
 def evaluate_chat(answer: str) -> Evaluation | None:
