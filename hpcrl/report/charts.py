@@ -56,7 +56,12 @@ PANELS = (
     Panel("learning", "Probability gap: rollout - training", "", (r"training/rollout_probs_diff_(mean|max)",)),
     Panel("learning", "Staleness", "weight versions", (r"training/off_policy/trajectory_staleness/.*",)),
     Panel("learning", "Preference margin", "nats", (r"rewards/(margins|chosen|rejected)",)),
-    Panel("learning", "Failed scores", "", (r"reward/(timeouts|crashes|errors)", r"reward/judge/unparsed_ratio")),
+    Panel(
+        "learning",
+        "Failed scores",
+        "",
+        (r"reward/(timeouts|crashes|errors|over_limits)", r"reward/judge/unparsed_ratio"),
+    ),
     Panel("time", "Tokens per second and rank", "tokens/s", (r"perf/throughput",)),
     Panel("time", "Time per step", "s", (r"perf/time_per_step", r"perf/predicted_s/step")),
     Panel("time", "MFU", "share", (r"perf/mfu/.*",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -14,10 +14,12 @@ from hpcrl.algorithms.parameters import NoParameters, param, parameters_of
 from hpcrl.algorithms.registry import LazyModule, Registry
 from hpcrl.rewards.registry import rule_for
 from hpcrl.rewards.score_worker import Source
+from hpcrl.rewards.scorers.limits import STOPPED
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.spans import spans
 from hpcrl.sandbox.isolation import probe_in_child
 from hpcrl.sandbox.process_pool import ProcessPool, RateLimit
+from hpcrl.sandbox.time_budget import TimeBudget
 from hpcrl.sandbox.worker import Outcome
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ else:
 log = logging.getLogger(__name__)
 
 FATES = ("timeouts", "crashes", "errors")
+COUNTS = (*FATES, "over_limits")
 WARNINGS = 3  # lines per batch that say why scores failed
 
 
@@ -46,6 +49,12 @@ class Scoring:
     memory_limit_mb: int | None = param(4096, gt=0, help="address space of a scoring process; null: any")
     num_workers: int = param(1, gt=0, help="scoring processes per rollout leader")
     timeout: float = param(10.0, gt=0, help="seconds for one score; then it is 0 and counted")
+    batch_timeout: float | None = param(
+        None,
+        gt=0,
+        help="seconds for all scores that a leader waits for; those that are too slow for it are 0 and counted; null: "
+        "600, or a quarter of the seconds that they take if each of them times out",
+    )
     format_score: float | None = param(
         None, help="score of an answer of the right form with the wrong value; null: the rule's own"
     )
@@ -77,7 +86,8 @@ class Scores(NamedTuple):
 
     score: float32 (N,), 0 if scoring failed. acc: float32 (N,), the scorer's `acc`, else its score; NaN if scoring
     failed. extras: other values that the scorer returned, `acc` too, {} if it failed. counts: number of failed scores,
-    `reward/timeouts`, `reward/crashes`, `reward/errors`.
+    `reward/timeouts`, `reward/crashes`, `reward/errors`, and of answers that are wrong because they are beyond the
+    limits of a built-in rule, `reward/over_limits`.
     """
 
     score: np.ndarray
@@ -128,6 +138,7 @@ class RewardManager:
         """params: an instance of the manager's parameter dataclass. max_response_length: tokens. log_path: file for
         what scorers print; None drops it."""
         self.params = params
+        self._has_rules = cfg.custom_reward_function.path is None
         self._returns: defaultdict[str, set[bool]] = defaultdict(set)  # data source -> whether results have an acc
         self._requests: defaultdict[Hashable, deque[tuple[ScoreRequest, int | None]]] = defaultdict(deque)
         self._pool = self.make_pool(cfg, log_path)
@@ -135,11 +146,14 @@ class RewardManager:
     def make_pool(self, cfg: Scoring, log_path: str | None) -> ProcessPool:
         """The scoring processes."""
         source = source_of(cfg, is_batched=self.is_batched)
+        budget = TimeBudget(cfg.batch_timeout, cfg.num_workers, "reward.batch_timeout")
+        has_budget = cfg.batch_timeout is not None or not self.is_batched  # one call has a timeout for the whole batch
         return ProcessPool(
             source,
             cfg.num_workers,
             cfg.timeout,
             memory_limit_mb=cfg.memory_limit_mb,
+            budget=budget if has_budget else None,
             log_path=log_path,
             on_answer=_record,
         )
@@ -185,8 +199,10 @@ class RewardManager:
                 acc[index] = self._accuracy(result, request)
                 self.shape(result, request)
         scores = np.array([result.pop("score") for result in results], dtype=np.float32)
-        counts = {f"reward/{fate}": float(sum(outcome.fate == fate for outcome in outcomes)) for fate in FATES}
-        return Scores(scores, acc, results, counts)
+        counted: Counter[str] = Counter(outcome.fate for outcome in outcomes)
+        if self._has_rules:
+            counted.update(result.pop(STOPPED) for result in results if STOPPED in result)
+        return Scores(scores, acc, results, {f"reward/{name}": float(counted[name]) for name in COUNTS})
 
     def score(self, items: Sequence[ScoreRequest]) -> Scores:
         """Submit and collect."""
@@ -416,11 +432,11 @@ def custom_function(cfg: Scoring) -> tuple[str, str]:
 
 def _warn_of_failures(outcomes: Sequence[Outcome]) -> None:
     """Log why scores failed, a few lines for each batch."""
-    failed = [outcome for outcome in outcomes if outcome.fate != "ok"]
-    for outcome in failed[:WARNINGS]:
-        log.warning("reward: a response scored 0 (%s): %s", outcome.fate, outcome.why)
-    if len(failed) > WARNINGS:
-        log.warning("reward: %d more responses scored 0", len(failed) - WARNINGS)
+    reasons = Counter((outcome.fate, outcome.why) for outcome in outcomes if outcome.fate != "ok")
+    for (fate, why), count in reasons.most_common(WARNINGS):
+        log.warning("reward: %s scored 0 (%s): %s", "a response" if count == 1 else f"{count} responses", fate, why)
+    if left := reasons.total() - sum(count for _, count in reasons.most_common(WARNINGS)):
+        log.warning("reward: %d more responses scored 0", left)
 
 
 def _record(process: int, began: float, ended: float) -> None:

@@ -17,8 +17,15 @@ from hpcrl.runtime.exits import InputError
 Scorer: TypeAlias = Callable[..., float | dict[str, Any]]
 
 # Name or pattern of a data source -> function in scorers/; the dispatch of verl's `default_compute_score`, with
-# those that it does not dispatch to: countdown, math_verify, sums and the drawn pictures.
+# those that it does not dispatch to: countdown, math_verify, sums, the drawn pictures, and the strict variants.
 RULES = {
+    "gsm8k_strict": "strict.gsm8k",
+    "math_strict": "strict.boxed",
+    "math_dapo_strict": "strict.math_dapo",
+    "numina_strict": "strict.boxed",
+    "geometry3k_strict": "strict.geometry3k",
+    "searchR1_strict": "strict.search_r1",
+    "code_strict": "code.compute_score_strict",
     "countdown": "countdown.compute_score",
     "sums": "short_answers.exact",
     "count_squares": "short_answers.exact",

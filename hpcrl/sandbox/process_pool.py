@@ -20,6 +20,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, ClassVar, Protocol
 
 from hpcrl.sandbox import fork_server, process_tree
+from hpcrl.sandbox.time_budget import TimeBudget
 from hpcrl.sandbox.worker import Answer, Fate, Outcome, Ready
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,10 @@ class _Job:
     message: bytes  # (number, request), pickled
     timeout: float  # seconds
     start_at: float  # monotonic time, as all times here
-    is_retried: bool = False  # one of several that a worker was running when it crashed: it is run again without others
+    is_retried: bool = False  # it is run again, without others in its worker
     sent: float = 0.0
+    began: float = 0.0
+    limit: float = 0.0  # seconds that its worker has for it: its timeout, or less
     deadline: float = float("inf")  # until its worker runs it
 
 
@@ -71,7 +74,7 @@ class _Worker:
     jobs: dict[int, _Job] = field(default_factory=dict)
     slot: int = 0  # its place among the workers of the pool; its successor has the same
     idle_since: float = 0.0  # monotonic time of its last answer
-    deadline: float = field(default_factory=lambda: time.monotonic() + START_SECONDS)  # of its start
+    started: float = field(default_factory=time.monotonic)
 
     @classmethod
     def start(cls, source: Source, memory_limit_mb: int | None, log_path: str | None) -> _Worker:
@@ -93,7 +96,7 @@ class _Worker:
     @property
     def next_deadline(self) -> float:
         if self.ready is None:
-            return self.deadline
+            return self.started + START_SECONDS
         return min((job.deadline for job in self.jobs.values()), default=float("inf"))
 
     def takes(self, job: _Job) -> bool:
@@ -103,13 +106,14 @@ class _Worker:
         ahead = len(job.message) <= AHEAD_BYTES
         return len(self.jobs) < (1 if job.is_retried else self.ready.at_once + ahead)
 
-    def begin(self, since: float) -> None:
+    def begin(self, since: float, limit_of: Callable[[_Job], float]) -> None:
         """Set the deadlines of the requests that the worker may be running since that time."""
         assert self.ready is not None
         late = LATE_SECONDS if self.ready.at_once > 1 else 0.0
         for job in itertools.islice(self.jobs.values(), self.ready.at_once):
             if job.deadline == float("inf"):
-                job.deadline = max(job.sent, since) + job.timeout + late
+                job.began, job.limit = max(job.sent, since), limit_of(job)
+                job.deadline = job.began + job.limit + late
 
     def kill(self) -> None:
         """Kill the process and all processes it has started, and wait until they have ended."""
@@ -133,6 +137,9 @@ class ProcessPool:
     A request that times out, crashes its process, or raises gets an Outcome with this fate. Its timeout counts from the
     time at which its worker begins it. An answer in the pipe counts however late it is read, because the rank may be
     busy with something else for long.
+
+    With a `budget`, the limit of a request may be shorter than its timeout. What exceeds such a limit is run again when
+    all others have run, if there is time for twice as long.
     """
 
     def __init__(
@@ -143,6 +150,7 @@ class ProcessPool:
         *,
         memory_limit_mb: int | None = None,
         limit: RateLimit | None = None,
+        budget: TimeBudget | None = None,
         log_path: str | None = None,
         on_answer: Callable[[int, float, float], None] | None = None,
     ) -> None:
@@ -154,9 +162,12 @@ class ProcessPool:
         self._timeout = timeout
         self._memory_limit_mb = memory_limit_mb
         self._limit = limit
+        self._budget = budget
         self._log_path = log_path
         self._numbers = itertools.count()
-        self._pending: deque[_Job] = deque()
+        self._pending: deque[_Job] = deque()  # those that are run again are the last
+        self._unbegun = 0.0  # sum of the timeouts of requests that no worker has begun
+        self._is_new_batch = False  # there are requests since the budget was renewed
         self._outcomes: dict[int, Outcome] = {}
         self._workers: list[_Worker] = []
         self._failed_starts = 0
@@ -170,7 +181,13 @@ class ProcessPool:
         now = time.monotonic()
         start_at = now if self._limit is None else self._limit.reserve(now)
         number = next(self._numbers)
-        self._pending.append(_Job(number, pickle.dumps((number, request)), weight * self._timeout, start_at))
+        job = _Job(number, pickle.dumps((number, request)), weight * self._timeout, start_at)
+        self._unbegun += job.timeout
+        self._is_new_batch = True
+        place = len(self._pending)
+        while place and self._budget is not None and self._pending[place - 1].is_retried:
+            place -= 1
+        self._pending.insert(place, job)
         self.pump()
         return number
 
@@ -185,6 +202,8 @@ class ProcessPool:
     def take(self, number: int) -> Outcome:
         """Wait for the outcome of a request and return it, once."""
         while number not in self._outcomes:
+            if self._is_new_batch:
+                self._renew_budget()
             self._progress(max(0.0, self._next_event() - time.monotonic()))
         return self._outcomes.pop(number)
 
@@ -210,6 +229,7 @@ class ProcessPool:
         if self._failed_starts >= FAILED_STARTS:
             for job in self._pending:
                 self._outcomes[job.number] = Outcome("crashes", None, "worker processes fail to start")
+            self._unbegun -= sum(job.timeout for job in self._pending if not job.limit)
             self._pending.clear()
             self._failed_starts = 0
         self._fill()
@@ -219,8 +239,9 @@ class ProcessPool:
     def _next_event(self) -> float:
         """The next time at which there is something to do without a message from a worker."""
         events = [worker.next_deadline for worker in self._workers]
-        if self._pending and not self._is_full() and any(worker.takes(self._pending[0]) for worker in self._workers):
-            events.append(self._pending[0].start_at)
+        job = self._pending[0] if self._pending and not self._is_full() else None
+        if job is not None and any(worker.takes(job) for worker in self._workers) and self._has_time(job):
+            events.append(job.start_at)
         return min(events, default=time.monotonic())
 
     def _is_full(self) -> bool:
@@ -240,16 +261,60 @@ class ProcessPool:
         now = time.monotonic()
         while self._pending and self._pending[0].start_at <= now and not self._is_full():
             job = self._pending[0]
+            if job.is_retried and not self._has_time(job):
+                if any(worker.jobs for worker in self._workers):
+                    return  # those may leave some
+                self._pending.popleft()
+                self._outcomes[job.number] = Outcome("timeouts", None, self._why_late(job))
+                continue
             free = [worker for worker in self._workers if worker.takes(job)]
             if not free:
                 return
             self._pending.popleft()
             self._send(min(free, key=lambda worker: len(worker.jobs)), job)
 
+    def _has_time(self, job: _Job) -> bool:
+        """Whether a request that is run again would have twice the time that it had, or its whole timeout."""
+        if self._budget is None or not job.is_retried:
+            return True
+        return self._budget.left_for(job.timeout, self._waiting_again(job)) >= min(2 * job.limit, job.timeout)
+
+    def _waiting_again(self, job: _Job | None = None) -> float:
+        """The sum of the timeouts of other requests that wait to run again."""
+        last = itertools.takewhile(lambda other: other.is_retried, reversed(self._pending))
+        return sum(other.timeout for other in last if other is not job)
+
+    def _limit_of(self, job: _Job) -> float:
+        """Seconds for a request that a worker begins."""
+        if self._is_new_batch:
+            self._renew_budget()
+        if not job.limit:
+            self._unbegun -= job.timeout
+        if self._budget is None:
+            return job.timeout
+        if job.is_retried:
+            return self._budget.take_again(job.timeout, self._waiting_again(job))
+        return self._budget.take(job.timeout, self._unbegun)
+
+    def _renew_budget(self) -> None:
+        """Give the requests since the last time their shares, also of what the running ones have taken."""
+        self._is_new_batch = False
+        if self._budget is None:
+            return
+        running = [job for worker in self._workers for job in worker.jobs.values() if job.deadline < float("inf")]
+        self._budget.renew(self._unbegun + sum(job.timeout for job in running) + self._waiting_again())
+        for job in running:
+            job.limit = self._budget.take(job.limit, self._unbegun)
+            job.deadline = job.began + job.limit
+
+    def _give_back(self, job: _Job, ended: float) -> None:
+        if self._budget is not None:
+            self._budget.give_back(max(0.0, job.limit - max(0.0, ended - job.began)))
+
     def _send(self, worker: _Worker, job: _Job) -> None:
         job.sent = time.monotonic()
         worker.jobs[job.number] = job
-        worker.begin(job.sent)
+        worker.begin(job.sent, self._limit_of)
         try:
             worker.pipe.send_bytes(job.message)
         except OSError:
@@ -279,15 +344,18 @@ class ProcessPool:
                 return f"a new process cannot load the function: {message.why}"
             worker.ready = message
             self._failed_starts = 0
+            if self._budget is not None:
+                self._budget.charge(time.monotonic() - worker.started)
         elif (job := worker.jobs.pop(message.number, None)) is not None:
             self._outcomes[message.number] = message.outcome
+            self._give_back(job, message.ended)
             if self._on_answer is not None:
                 one_at_a_time = worker.ready is not None and worker.ready.at_once == 1
                 began = max(job.sent, worker.idle_since if one_at_a_time else 0.0)
                 self._on_answer(worker.slot, began, max(began, message.ended))
             worker.idle_since = message.ended
             if not message.leaving:
-                worker.begin(min(message.ended, time.monotonic()))
+                worker.begin(min(message.ended, time.monotonic()), self._limit_of)
         return None
 
     def _end_if_late(self, worker: _Worker, now: float) -> None:
@@ -297,7 +365,18 @@ class ProcessPool:
             self._end(worker, "crashes", f"no start within {START_SECONDS:.0f} s")
             return
         late = next(job for job in worker.jobs.values() if job.deadline <= now)
-        self._end(worker, "timeouts", f"longer than {late.timeout:g} s")
+        if late.limit == late.timeout or late.is_retried:
+            self._end(worker, "timeouts", self._why_late(late))
+        else:
+            del worker.jobs[late.number]
+            self._retire(worker)
+            late.is_retried, late.deadline = True, float("inf")
+            self._pending.append(late)
+
+    def _why_late(self, job: _Job) -> str:
+        if job.limit == job.timeout or self._budget is None:
+            return f"longer than {job.timeout:g} s"
+        return f"longer than its share of {self._budget.setting}"
 
     def _end(self, worker: _Worker, fate: Fate, why: str) -> None:
         """Kill a worker. The request it was running gets this fate; if there were several, each is run again by itself.
@@ -309,6 +388,8 @@ class ProcessPool:
             log.warning("%s: %s", self._source.topic, why)
         begun = [job for job in worker.jobs.values() if job.deadline < float("inf")]
         if len(begun) == 1:
+            if fate != "timeouts":
+                self._give_back(begun[0], time.monotonic())
             self._outcomes[begun[0].number] = Outcome(fate, None, why)
             del worker.jobs[begun[0].number]
         elif begun:
@@ -322,7 +403,10 @@ class ProcessPool:
             job.deadline = float("inf")
             self._pending.appendleft(job)
         self._workers.remove(worker)
+        began = time.monotonic()
         worker.kill()
+        if self._budget is not None:
+            self._budget.charge(time.monotonic() - began)
 
     def _wait_until_loaded(self, worker: _Worker) -> None:
         """Raise the source's `load_error` if a worker cannot load it."""

@@ -19,7 +19,7 @@ OF_A_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/", "global
 OF_GENERATION = (
     *("val-core/", "val-aux/", "val/", "tools/", "training/num_turns/", "tool_call_counts/", "training/off_policy/"),
     *("training/filter_groups/", "train/num_gen_batches", "reward/timeouts", "reward/crashes", "reward/errors"),
-    "reward/judge/",
+    *("reward/over_limits", "reward/judge/"),
 )
 SET = re.compile(r"(.*/)?(lr|kl_coef|reward_kl_penalty_coeff|epoch|global_step|skipped_updates)")  # not sums of terms
 COPIED = ("input_ids", "response_mask", "rollout_log_probs")  # columns that are read from the recording

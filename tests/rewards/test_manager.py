@@ -31,7 +31,7 @@ def test_countdown_scores_extras_and_counts() -> None:
     np.testing.assert_array_equal(scores, np.array([1.0, 0.0, 0.2, 0.0], dtype=np.float32))
     parts = [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)]
     assert extras == [*({"acc": acc, "format": form} for acc, form in parts), {}]
-    assert counts == {"reward/timeouts": 0, "reward/crashes": 0, "reward/errors": 1}
+    assert counts == {"reward/timeouts": 0, "reward/crashes": 0, "reward/errors": 1, "reward/over_limits": 0}
     manager.close()
 
 
@@ -203,7 +203,7 @@ def test_rate_limited_failures_cost_their_own_samples(make: Callable[..., Reward
     finally:
         pool_module.LATE_SECONDS = kept
     assert scores.tolist() == [float(text == "fine") for text in texts]
-    assert counts == {"reward/timeouts": 2, "reward/crashes": 1, "reward/errors": 1}
+    assert counts == {"reward/timeouts": 2, "reward/crashes": 1, "reward/errors": 1, "reward/over_limits": 0}
 
 
 def test_rate_limited_keeps_to_the_pace(make: Callable[..., RewardManager]) -> None:
@@ -230,6 +230,47 @@ def test_rate_limited_keeps_to_the_pace(make: Callable[..., RewardManager]) -> N
 def test_settings_that_do_not_go_together(reward: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         manager_of(RewardConfig.model_validate(reward), 8)
+
+
+SLEEPS = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    with open(__file__ + ".calls", "a") as file:
+        file.write(solution_str + "\\n")
+    time.sleep(float(solution_str))
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "timeout", "batch_timeout"),
+    [
+        (["1000"] * 6, 1000, 1.0),
+        (["1000"] * 4 + ["0"] * 6, 1000, 3.0),
+        (["1000", "1.1"] + ["0"] * 4, 3, 6.0),  # the second exceeds its share of 0.75 s, and runs again
+    ],
+)
+def test_a_batch_ends_in_its_time_and_sleeping_scores_leave_some_for_the_others(
+    tmp_path: Path, caplog: Any, seconds: list[str], timeout: float, batch_timeout: float
+) -> None:
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    custom = {"path": str(tmp_path / "sleeps.py")}
+    reward = {"custom_reward_function": custom, "timeout": timeout, "batch_timeout": batch_timeout}
+    manager = RewardManager(RewardConfig.model_validate(reward))
+    started = time.monotonic()
+    try:
+        scores, acc, _, counts = manager.score(requests_for(*seconds))
+    finally:
+        manager.close()
+    assert time.monotonic() - started < 25
+    ends = [text != "1000" for text in seconds]
+    assert scores.tolist() == [float(end) for end in ends]
+    assert np.isnan(acc).tolist() == [not end for end in ends]
+    assert counts["reward/timeouts"] == ends.count(False) and sum(counts.values()) == ends.count(False)
+    assert "longer than its share of reward.batch_timeout" in caplog.text
+    calls = (tmp_path / "sleeps.py.calls").read_text().splitlines()
+    assert calls.count("1.1") == 2 * seconds.count("1.1")
 
 
 def test_the_same_key_is_collected_as_often_as_submitted(make: Callable[..., RewardManager]) -> None:

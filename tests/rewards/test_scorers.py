@@ -24,6 +24,11 @@ TRUTHS: dict[str, Any] = {
     "hiyouga/geometry3k": r"(\frac{1}{2},x)",
     "numina_cn_k12": r"(\frac{1}{2},2\pi)",
     "searchR1_nq": {"target": ["Paris", "the city"]},
+    "gsm8k_strict": "12",
+    "math_dapo_strict": r"\frac{1}{2}",
+    "geometry3k_strict": r"(\frac{1}{2},x)",
+    "numina_strict": r"(\frac{1}{2},2\pi)",
+    "searchR1_strict": {"target": ["Paris", "the city"]},
 }
 TEXTS = ("openai/gsm8k", "lighteval/MATH", "math_dapo", "sums")
 PIECES = [
@@ -67,7 +72,9 @@ def test_long_texts_take_no_longer_than_their_length_allows(data_source: str) ->
             assert time.process_time() - started < 1.0, (unit, response[:40])
 
 
-@pytest.mark.parametrize("data_source", ["lighteval/MATH", "hiyouga/geometry3k", "numina_cn_k12"])
+@pytest.mark.parametrize(
+    "data_source", ["lighteval/MATH", "hiyouga/geometry3k", "numina_cn_k12", "math_strict", "geometry3k_strict"]
+)
 def test_the_answer_itself_is_right(data_source: str) -> None:
     truths = {
         truth for pairs in (cases.BOXES, cases.GEOMETRY) for _, truth in pairs if truth.count("{") == truth.count("}")

@@ -97,7 +97,7 @@ def test_every_failure_scores_zero_and_is_counted_and_order_is_kept(make: Callab
     expected = {"number 1": 2, "number 2": 4, "number 3": 6, "plain": 0.5}
     assert scores.dtype == np.float32
     assert scores.tolist() == [expected.get(solution, 0) for solution in solutions]
-    assert counts == {"reward/timeouts": 1, "reward/crashes": 1, "reward/errors": 11}
+    assert counts == {"reward/timeouts": 1, "reward/crashes": 1, "reward/errors": 11, "reward/over_limits": 0}
     assert [extras[row] for row in (0, 2, 15)] == [{"acc": 1.0, "pred": text} for text in "123"]
     assert [row for row, extra in enumerate(extras) if extra] == [0, 2, 14, 15] and extras[14] == {"acc": 0.5}
 
@@ -252,7 +252,7 @@ def test_answers_count_however_late_the_rank_hears_them(
     finally:
         manager.close()
     assert scores.tolist() == [float(text != "hangs") for text in texts]
-    assert counts == {"reward/timeouts": 1, "reward/crashes": 0, "reward/errors": 0}
+    assert counts == {"reward/timeouts": 1, "reward/crashes": 0, "reward/errors": 0, "reward/over_limits": 0}
     assert len(_calls(tmp_path, 0)) == len(texts), "some were run again"
 
 
@@ -288,7 +288,7 @@ def test_a_request_that_fills_a_pipe_does_not_block_the_rank(tmp_path: Path) -> 
 def test_what_a_dead_worker_had_not_begun_is_run_by_the_next(make: Callable[..., RewardManager]) -> None:
     scores, _, _, counts = make(timeout=1.0).score(_requests("number 1", "loop", "number 2", "exit", "number 3"))
     assert scores.tolist() == [1, 0, 2, 0, 3]
-    assert counts == {"reward/timeouts": 1, "reward/crashes": 1, "reward/errors": 0}
+    assert counts == {"reward/timeouts": 1, "reward/crashes": 1, "reward/errors": 0, "reward/over_limits": 0}
 
 
 def test_what_a_scorer_returns_is_cut_to_a_size() -> None:

@@ -106,7 +106,12 @@ def test_score_acc_extras_and_the_place_of_the_score(scorer: ResponseScorer) -> 
     rows = np.split(placed.values, placed.offsets[1:-1].tolist())
     assert [row.tolist()[:-1] for row in rows] == [[0.0] * (len(row) - 1) if len(row) else [] for row in rows]
     assert [row[-1] if len(row) else None for row in rows] == [13.0, 0.0, None, 2.0]
-    assert finish(scored.metrics[0]) == {"reward/timeouts": 0, "reward/crashes": 0, "reward/errors": 1}
+    assert finish(scored.metrics[0]) == {
+        "reward/timeouts": 0,
+        "reward/crashes": 0,
+        "reward/errors": 1,
+        "reward/over_limits": 0,
+    }
 
 
 def test_what_was_begun_is_not_scored_again_and_what_was_not_is(scorer: ResponseScorer) -> None:

@@ -117,6 +117,22 @@ def compute_score(
     return sum(program_passes(program, *case, seconds_per_test, best_effort) for case in cases) / len(cases)
 
 
+def tests_with_output(value: Any) -> dict[str, Any]:
+    """`tests`, without those whose output is empty: each program that prints nothing passes them."""
+    found = tests(value)
+    cases = [case for case in zip(found["inputs"], found["outputs"], strict=True) if lines(case[1]).strip()]
+    if not cases:
+        raise ValueError("expected a test whose output is not empty")
+    inputs, outputs = map(list, zip(*cases, strict=True))
+    return found | {"inputs": inputs, "outputs": outputs}
+
+
+@reads(tests_with_output)
+def compute_score_strict(data_source: str, solution_str: str, ground_truth: dict[str, Any], **options: Any) -> float:
+    """As `compute_score`, on the tests that expect an output."""
+    return compute_score(data_source, solution_str, ground_truth, **options)
+
+
 def lines(text: str | list[str]) -> str:
     return text if isinstance(text, str) else "\n".join(text)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from hpcrl.rewards.scorers import limits
 from hpcrl.rewards.scorers.ground_truth import is_whole, reads
 from hpcrl.rewards.scorers.short_answers import OPEN, last_answer
 
@@ -127,7 +128,7 @@ def compute_score(
     *,
     format_score: float = 0.1,
     **_: Any,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """1 for a right answer, `format_score` for a wrong one in the right format, 0 otherwise; `acc` is 1 or 0.
 
     `format` is 1 where the format is right: the other part of the reward, for gdpo. A response with `<answer>` is in
@@ -143,10 +144,12 @@ def compute_score(
     else:
         finish_reason = (extra_info or {}).get("finish_reason", "stop")
         short = SHORT_ANSWER.fullmatch(solution_str) if finish_reason == "stop" else None
-        found = evaluation_or_none(short[1]) if short else None
+        answer = short[1] if short else None
+        found = None if answer is None else evaluation_or_none(answer)
         formatted = found is not None
     right = found is not None and found.value == target and Counter(found.numbers) == numbers
-    return {"score": 1.0 if right else format_score * formatted, "acc": float(right), "format": float(formatted)}
+    scored = {"score": 1.0 if right else format_score * formatted, "acc": float(right), "format": float(formatted)}
+    return limits.marked(scored, answer, MAX_LENGTH, MAX_DEPTH) if found is None else scored
 
 
 def evaluate_chat(answer: str) -> Evaluation | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from hpcrl.rewards.scorers import algebra
+from hpcrl.rewards.scorers import algebra, limits
 from hpcrl.rewards.scorers.ground_truth import as_text_or_number, reads
 from hpcrl.rewards.scorers.math_answers import UnusualSpelling, last_box, math_spelling
 
@@ -238,14 +238,17 @@ NO_ANSWER = "None"
 
 
 @reads(as_text_or_number)
-def geometry3k(data_source: str, solution_str: str, ground_truth: str, *, format_score: float = 0.1, **_: Any) -> float:
+def geometry3k(
+    data_source: str, solution_str: str, ground_truth: str, *, format_score: float = 0.1, **_: Any
+) -> float | dict[str, Any]:
     """(1 - format_score) x right + format_score x form.
 
     verl's `reward_score/geo3k.py` over mathruler 0.1.0; see `grader.same_answer` for what is right. Quirk: without a
     box the answer is "None".
     """
     right = same_answer(boxed_answer(solution_str), ground_truth, "mathruler")
-    return (1.0 - format_score) * right + format_score * has_form(solution_str)
+    score = (1.0 - format_score) * right + format_score * has_form(solution_str)
+    return score if right else limits.marked(score, last_box(solution_str), algebra.MAX_LENGTH, MAX_DEPTH)
 
 
 def boxed_answer(text: str) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+from hpcrl.rewards.scorers import limits
 from hpcrl.rewards.scorers.ground_truth import as_text, as_text_or_number, reads
 
 # What two spellings of one answer differ in, in the order in which it is taken away.
@@ -214,21 +217,58 @@ def minerva_form(answer: str) -> str:
     return (without_commas if without_commas.isdigit() else answer).strip()
 
 
+# Of one answer that math-verify parses. Its parser takes seconds for brackets in brackets, and Python minutes and
+# gigabytes for 9^{9^9}.
+MAX_LENGTH = 1000
+MAX_DEPTH = 32
+MAX_BITS = 2.0**22
+MAX_RUN = 10_000  # characters of a response that look like one number or sum; the library takes 1 KB for each
+RUN = re.compile(r"[\d.\s+\-*×/^()÷]+")
+SECONDS = 1.0  # CPU time of one response
+
+
 @reads(as_text_or_number)
-def math_verify(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
+def math_verify(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float | dict[str, Any]:
     """1 if one of the answers that the library finds equals the ground truth, else 0.
 
     verl's `reward_score/math_verify.py`: the ground truth is read as LaTeX in a box, the response as LaTeX or as a
-    plain expression. The library stops its own parsing after 5 s by SIGALRM, which needs the main thread of a process;
-    what it cannot stop, the scoring process's own limit does.
+    plain expression. An answer beyond the limits above is wrong. What the library cannot stop after 5 s by SIGALRM, the
+    scoring process's own limit does; both, and the limit of CPU time, need the main thread of a process.
     """
-    from math_verify.errors import TimeoutException
-    from math_verify.grader import verify
-    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig, parse
-
+    verify, parse, expression, latex = library()
+    box = last_box(solution_str)
     try:
-        golden = parse(rf"\boxed{{{ground_truth}}}", (LatexExtractionConfig(),))
-        found = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()))
-        return float(any(verify(truth, answer) for answer in found for truth in golden))
-    except TimeoutException:
-        return 0.0
+        if (box is not None and limits.is_over(box, MAX_LENGTH, MAX_DEPTH)) or has_long_run(solution_str):
+            return limits.stopped("over_limits")
+        with limits.cpu_seconds(SECONDS):
+            golden = parse(rf"\boxed{{{ground_truth}}}", (latex(),))
+            found = parse(solution_str, (expression(), latex()))
+            return float(any(verify(truth, answer) for answer in found for truth in golden))
+    except limits.OverLimits:
+        return limits.stopped("over_limits")
+    except limits.OutOfTime:
+        return limits.stopped("timeouts")
+
+
+def has_long_run(text: str) -> bool:
+    """Whether a part that looks like one number or sum has MAX_RUN characters; half of them may be enough."""
+    step = MAX_RUN // 2
+    return any(RUN.fullmatch(text, place, place + step) for place in range(0, len(text) - step + 1, step))
+
+
+@cache
+def library() -> tuple[Callable[..., Any], ...]:
+    """`verify`, `parse` and the kinds of answers of math-verify, which parses no answer beyond the limits."""
+    from math_verify import parser
+    from math_verify.grader import verify
+
+    def limited(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+        def within_limits(text: str) -> Any:
+            limits.check(text, MAX_LENGTH, MAX_DEPTH, MAX_BITS)
+            return parse(text)
+
+        return within_limits
+
+    parser.parse_latex_cached = limited(parser.parse_latex_cached)
+    parser.parse_expr_cached = limited(parser.parse_expr_cached)
+    return verify, parser.parse, parser.ExprExtractionConfig, parser.LatexExtractionConfig

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from hpcrl.rewards.scorers import algebra
+from hpcrl.rewards.scorers import algebra, limits
 from hpcrl.rewards.scorers.grader import same_answer
 from hpcrl.rewards.scorers.ground_truth import as_text_or_number, reads
 from hpcrl.rewards.scorers.math_answers import closing_brace
@@ -30,7 +30,7 @@ MAX_DEPTH = 8  # tuples in tuples
 
 
 @reads(as_text_or_number)
-def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
+def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float | dict[str, Any]:
     r"""1 or 0.
 
     verl's `reward_score/prime_math` (Cui et al. 2025, "PRIME"; Gou et al. 2024, "ToRA", for `same_numbers`), which
@@ -43,9 +43,11 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: A
         return 1.0
     try:
         values_of_pi = (math.pi, 3.14) if r"\pi" in answer or r"\pi" in truth else (math.pi,)
-        return float(any(same_numbers(answer, truth, pi) for pi in values_of_pi))
+        if any(same_numbers(answer, truth, pi) for pi in values_of_pi):
+            return 1.0
     except (ValueError, OverflowError):  # a number in another base that is no number
-        return 0.0
+        pass
+    return limits.marked(0.0, last_box(solution_str), algebra.MAX_LENGTH, algebra.MAX_DEPTH)
 
 
 def last_answer(text: str) -> str:

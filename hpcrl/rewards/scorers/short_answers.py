@@ -16,8 +16,8 @@ NUMBER = re.compile(r"-?[0-9.,]+")
 
 @reads(as_text)
 def exact(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
-    """1 if the response is the ground truth, without regard to white space around it; else 0."""
-    return float(solution_str.strip() == ground_truth.strip())
+    """1 if the response is the ground truth, without regard to white space around it; else 0, and for an empty one."""
+    return float(solution_str.strip() == ground_truth.strip() != "")
 
 
 @reads(as_text)
