@@ -25,8 +25,10 @@ from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, InputError
-from hpcrl.runtime.job import make_directory, run_directory
+from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.json_file import replace_json
+from hpcrl.runtime.run_folder import make_directory
+from hpcrl.sandbox.new_files import open_to_append
 from hpcrl.telemetry.progress import PhaseTimers
 
 log = logging.getLogger(__name__)
@@ -231,7 +233,7 @@ class GenerationFile:
             else:
                 replace_json(self.settings_path, settings)
                 end = 0
-            self._file = open(path, "ab")
+            self._file = open_to_append(path)
             if not self.is_complete:
                 self._file.truncate(end)
         except OSError as error:

@@ -32,7 +32,8 @@ from hpcrl.config.inputs import file_of, inputs
 from hpcrl.config.paths import literal
 from hpcrl.config.schema import Config
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.job import make_directory, run_directory
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.run_folder import make_directory
 
 BUNDLE = "bundle"
 MAX_COPIED = 64 << 20  # bytes; larger files are links, hashed in place

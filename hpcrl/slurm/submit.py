@@ -18,7 +18,8 @@ from hpcrl.config.loader import quoted_path
 from hpcrl.config.schema import AUTO, Config, JobConfig
 from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.job import make_directory, run_directory
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.run_folder import make_directory
 from hpcrl.slurm import bundle, chain
 from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
