@@ -28,7 +28,7 @@ from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.json_file import replace_json
 from hpcrl.runtime.run_folder import make_directory
-from hpcrl.sandbox.new_files import open_to_append
+from hpcrl.sandbox.new_files import draft_of, open_to_append
 from hpcrl.telemetry.progress import PhaseTimers
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,8 @@ class SamplingJob(Job):
         run = self.config.run.model_copy(update={"dir": str(self.run_folder.parent), "name": self.run_folder.name})
         text = dump_config(self.config.model_copy(update={"run": run}))
         run_owner.check()
-        (run_directory(self.config) / "config.yaml").write_text(text, encoding="utf-8")
+        with draft_of(run_directory(self.config) / "config.yaml") as draft:
+            draft.write_text(text, encoding="utf-8")
 
     def _find_weights(self) -> Start:
         """The weights of model.init_from or model.path, of a reward model and of a judge. Collective."""

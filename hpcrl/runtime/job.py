@@ -20,7 +20,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import end_of_allocation, is_first_launched
 from hpcrl.runtime.mpi import broadcast_object, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
-from hpcrl.runtime.run_folder import cannot_make, make_directory, open_to_group
+from hpcrl.runtime.run_folder import GROUP_READABLE, PRIVATE, cannot_make, make_directory, open_to_group
 from hpcrl.runtime.stop_requests import StopRequests
 from hpcrl.runtime.world import (
     World,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-PRIVATE, GROUP_READABLE = 0o077, 0o027  # umasks of run.group_readable
 C = TypeVar("C", bound=Any)  # hpcrl.config.schema.Config, a layer above: its section `run` is read here
 # (config, number of ranks, rank, role, phase) -> text
 Advice = Callable[[C, int, int, str | None, str | None], str]

@@ -27,6 +27,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.run_owner import say
 from hpcrl.sandbox.foreign_text import printable
 
+PRIVATE, GROUP_READABLE = 0o077, 0o027  # umasks of run.group_readable
 MOST_LINKS = 40  # on the way to a folder, as in Linux
 ROOT = 0
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
@@ -57,6 +58,13 @@ def open_to_group(path: Path, made: Sequence[Path] = ()) -> None:
         for one in (*made, *path.rglob("*"), path):  # the folder last, so that a start that is killed is repeated
             if not one.is_symlink():
                 one.chmod(one.stat().st_mode | (0o050 if one.is_dir() else 0o040))
+
+
+def close_to_others(folder: Path, *, is_shared: bool) -> None:
+    """Take the permissions of a run's files from what was copied into its folder."""
+    for one in (folder, *folder.rglob("*")):
+        if not one.is_symlink():
+            one.chmod(one.stat().st_mode & ~(GROUP_READABLE if is_shared else PRIVATE))
 
 
 def cannot_make(path: Path, error: OSError) -> InputError:

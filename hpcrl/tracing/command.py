@@ -149,7 +149,7 @@ def write(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: l
     return count
 
 
-def _opened(path: Path, is_compressed: bool) -> TextIO:
+def _opened(draft: Path, is_compressed: bool) -> TextIO:
     if is_compressed:
-        return gzip.open(path, "wt", encoding="utf-8", errors=ERRORS, compresslevel=3)  # type: ignore[return-value]
-    return open(path, "w", encoding="utf-8", errors=ERRORS)
+        return gzip.open(draft, "wt", encoding="utf-8", errors=ERRORS, compresslevel=3)  # type: ignore[return-value]
+    return open(draft, "w", encoding="utf-8", errors=ERRORS)
