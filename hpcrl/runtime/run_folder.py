@@ -1,4 +1,4 @@
-"""The folder of a run: making it for its user only, and refusing one in which another user could redirect writes.
+"""The folder of a run: made for its user only, and an error where another user could redirect writes.
 
 A job follows the names in its folder when it writes. So at the start:
 
@@ -118,8 +118,8 @@ def _check_folder(path: Path, found: os.stat_result) -> None:
 
 
 def _check_step(path: Path, place: Path, found: os.stat_result) -> None:
-    """Check a folder above a run's, or a link on the way to it. Whoever can rename entries of a folder above can put
-    another folder in the run's place."""
+    """Check a folder above a run's, or a link on the way to it. A user who can rename what is in a folder above can put
+    something else in the place of the run's."""
     is_foreign = found.st_uid not in (os.geteuid(), *_system_users())
     if stat.S_ISLNK(found.st_mode):
         if is_foreign:

@@ -153,7 +153,7 @@ def test_what_a_killed_attempt_left_in_scratch_is_replaced(tmp_path: Path, monke
 
 
 def test_scratch_files_have_names_that_others_cannot_make_first(tmp_path: Path, monkeypatch) -> None:
-    scratch, names, replaced = tmp_path / "node", [], tmp_path / "replaced"
+    scratch, names = tmp_path / "node", list[str]()
 
     def write(file: HashedFile) -> None:
         names.append(file.path.name)
