@@ -32,7 +32,7 @@ from hpcrl.runtime.world import (
     start_mpi,
     start_torch,
 )
-from hpcrl.sandbox import fork_server
+from hpcrl.sandbox import fork_server, temporary_files
 from hpcrl.sandbox.foreign_text import ERRORS
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def run_spmd(
     ends_at = end_of_allocation(os.environ) if is_first_launched(os.environ) else None
     os.umask(PRIVATE)  # a run directory holds data and weights; child processes inherit the mask
     fork_server.start()
+    temporary_files.set_compiler_cache()
     if stop is not None:
         stop.block_signals()  # again: multiprocessing unblocks SIGTERM and SIGINT
     try:

@@ -52,6 +52,16 @@ def make_directory(path: Path, *, is_shared: bool) -> None:
         raise cannot_make(path, error) from error
 
 
+def check(path: Path) -> None:
+    """Raise InputError where `make_directory` does. Writes nothing."""
+    try:
+        _check_place(path)
+        if path.is_dir():
+            _check_contents(path)
+    except OSError as error:
+        raise cannot_make(path, error) from error
+
+
 def open_to_group(path: Path, made: Sequence[Path] = ()) -> None:
     """Let the user's group read a run's folder, with the files of an earlier attempt, and enter the folders `made`."""
     if path.stat().st_mode & 0o050 != 0o050:

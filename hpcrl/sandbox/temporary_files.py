@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
+import tempfile
 from contextlib import suppress
 from multiprocessing import util
 
@@ -25,6 +27,24 @@ def make_folder() -> str:
     add_process(folder)
     remove_leftovers(os.path.dirname(folder))
     return folder
+
+
+def set_compiler_cache() -> None:
+    """Set the folder in which torch.compile looks for code to run: torch's own choice, which other users can guess and
+    make first, unless it is not only this user's. Then it is in this rank's folder, and nothing is reused."""
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    import getpass  # here, because child processes import this module
+
+    folder = os.path.join(util.get_temp_dir(), "compiled")
+    with suppress(OSError, KeyError):  # a user without a name
+        usual = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        with suppress(FileExistsError):
+            os.mkdir(usual, 0o700)
+        found = os.lstat(usual)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            folder = usual
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
 
 def add_process(folder: str) -> None:

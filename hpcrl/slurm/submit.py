@@ -19,6 +19,7 @@ from hpcrl.config.schema import AUTO, Config, JobConfig
 from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.run_folder import check as check_folder
 from hpcrl.runtime.run_folder import close_to_others, make_directory
 from hpcrl.slurm import bundle, chain
 from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
@@ -96,6 +97,8 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
     texts = [render(planned.batch, site, sys.prefix) for planned in plans]
     for planned, created in zip(plans, created_later, strict=True):
         _log(cost(planned.batch, site))
+        for folder in planned.batch.run_dirs:
+            check_folder(folder)
         for line in [*runs_in_use(planned), *missing_inputs(planned, created)]:
             if not request.dry_run:
                 raise InputError(line)

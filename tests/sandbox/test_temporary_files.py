@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from multiprocessing import util
 from pathlib import Path
 
 import psutil
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from hpcrl.sandbox import temporary_files
 from hpcrl.sandbox.process_identity import boot_id, pid_namespace
@@ -97,3 +101,20 @@ def test_the_next_start_removes_what_killed_jobs_left_and_nothing_else(start: Ca
     assert {path.name for path in temporary.iterdir()} == {third.name, *expected}
     assert [path.name for path in victim.iterdir()] == [temporary_files.PROCESSES]
     assert all(process.is_running() for process in its_processes)
+
+
+def test_compiled_code_of_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    usual = Path(default_cache_dir())
+
+    def chosen() -> Path:
+        temporary_files.set_compiler_cache()
+        return Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR"))
+
+    assert chosen() == chosen() == usual and stat.S_IMODE(usual.stat().st_mode) == 0o700
+    usual.chmod(0o770)
+    assert chosen().parent == Path(util.get_temp_dir())
+    usual.rename(tmp_path / "moved")
+    usual.symlink_to(tmp_path / "moved")
+    assert chosen().parent == Path(util.get_temp_dir())
