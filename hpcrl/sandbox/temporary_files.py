@@ -13,12 +13,16 @@ import os
 import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import util
 
 from hpcrl.sandbox.process_identity import boot_id, pid_namespace, process_runs, started_at
 
 PROCESSES = "processes"  # in the folder
+SECONDS_TO_START = 3600.0  # from the start of mpiexec to the end of its ranks' MPI_Init, at most
+CLOCK_ERROR = 60.0  # seconds by which the clock may have been corrected since a process began
 
 
 def make_folder() -> str:
@@ -26,6 +30,7 @@ def make_folder() -> str:
     folder = util.get_temp_dir()
     add_process(folder)
     remove_leftovers(os.path.dirname(folder))
+    remove_leftovers_of_mpiexec()
     return folder
 
 
@@ -61,6 +66,37 @@ def remove_leftovers(parent: str) -> None:
                 with suppress(OSError, ValueError):
                     if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and _is_left(entry.path):
                         shutil.rmtree(entry.path, ignore_errors=True)  # follows no link
+
+
+def remove_leftovers_of_mpiexec(parent: str = "/tmp") -> None:
+    """Remove the descriptions of the node that MPICH's mpiexec, which ignores TMPDIR, has left when it was killed.
+
+    A proxy of mpiexec writes one after it has started, and its ranks read it in MPI_Init. So it is left over if it is
+    old (proxies in other containers cannot be seen), and no proxy of the user began before it.
+    """
+    with suppress(OSError), os.scandir(parent) as entries:
+        found = [(e.path, e.stat(follow_symlinks=False)) for e in entries if e.name.startswith("hydra_hwloc_xmlfile_")]
+        latest = time.time() - SECONDS_TO_START
+        left = [(path, of.st_mtime) for path, of in found if of.st_uid == os.geteuid() and of.st_mtime < latest]
+        began = min(map(_began, _proxies()), default=latest) if left else latest
+        for path, written in left:
+            if written < began - CLOCK_ERROR:
+                with suppress(OSError):
+                    os.unlink(path)
+
+
+def _proxies() -> Iterator[int]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/comm") as file:
+            if file.read() == "hydra_pmi_proxy\n":
+                yield int(name)
+
+
+def _began(pid: int) -> float:
+    """Seconds since 1970; now, for a process that has ended."""
+    ticks = started_at(pid)
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.time() - (now - ticks / os.sysconf("SC_CLK_TCK") if ticks not in (None, -1) else 0.0)
 
 
 def _is_left(folder: str) -> bool:

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
@@ -118,3 +119,34 @@ def test_compiled_code_of_a_folder_that_others_can_write_to_is_not_used(tmp_path
     usual.rename(tmp_path / "moved")
     usual.symlink_to(tmp_path / "moved")
     assert chosen().parent == Path(util.get_temp_dir())
+
+
+def test_what_mpiexec_left_is_removed_unless_its_proxy_may_run(start: Callable, tmp_path: Path, monkeypatch) -> None:  # noqa: F811
+    def make(name: str, seconds_ago: float) -> Path:
+        path = tmp_path / name
+        path.touch()
+        os.utime(path, (time.time() - seconds_ago,) * 2)
+        return path
+
+    def left() -> set[str]:
+        temporary_files.remove_leftovers_of_mpiexec(str(tmp_path))
+        return {path.name[-1] for path in tmp_path.glob("hydra_hwloc_xmlfile_*")}
+
+    (tmp_path / "hydra_pmi_proxy").symlink_to("/bin/sleep")
+    proxy = start(tmp_path / "hydra_pmi_proxy", "1000")
+    while proxy.pid not in temporary_files._proxies():
+        assert proxy.poll() is None
+    monkeypatch.setattr(temporary_files, "_proxies", lambda: iter([proxy.pid]))  # others may be of other tests
+    make("hydra_hwloc_xmlfile_a", 3 * 3600)
+    make("hydra_hwloc_xmlfile_b", 1800)
+    (tmp_path / "hydra_hwloc_xmlfile_c").symlink_to(make("other", 3 * 3600))
+    os.utime(tmp_path / "hydra_hwloc_xmlfile_c", (0, 0), follow_symlinks=False)
+    assert left() == {"b"} and (tmp_path / "other").exists()
+
+    monkeypatch.setattr(temporary_files, "SECONDS_TO_START", -60.0)  # so that files of this moment are looked at
+    monkeypatch.setattr(temporary_files, "CLOCK_ERROR", 0.0)
+    make("hydra_hwloc_xmlfile_d", 0)
+    assert left() == {"d"}
+    proxy.kill()
+    proxy.wait()
+    assert left() == set()
