@@ -122,7 +122,7 @@ def test_a_full_disk_costs_a_warning_for_each_tracker(tmp_path: Path) -> None:
     """The trackers' folders are file systems that are too small for what they write."""
     run = run_folder(tmp_path)
     mounts = " && ".join(
-        f"mkdir -p {run / name} && mount -t tmpfs -o size={size}k none {run / name}"
+        f"mkdir -p {run / name} && mount -t tmpfs -o size={size}k,mode=700 none {run / name}"
         for name, size in (("wandb", 32), ("mlflow", 64))
     )
     before = ("unshare", "-Urm", "sh", "-c", f'{mounts} && exec "$@"', "sh")
