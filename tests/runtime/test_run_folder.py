@@ -43,7 +43,13 @@ TRAPS = ("config.yaml", "metrics.jsonl", "exit.json", "trackers.json.tmp", "verd
 def set_traps(folder: Path, target: Path) -> None:
     """A folder that invites everyone to write, where names of a run's files are links to `target`."""
     folder.mkdir(mode=0o777)
-    for name in (*TRAPS, "checkpoints/latest", "rollouts/step_00000001.h5.tmp", "heartbeat/rank_00000"):
+    for name in (
+        *TRAPS,
+        "checkpoints/latest",
+        "generate/config.yaml",
+        "rollouts/step_00000001.h5.tmp",
+        "heartbeat/rank_00000",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(target)
 
