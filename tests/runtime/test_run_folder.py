@@ -37,19 +37,16 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-TRAPS = ("config.yaml", "metrics.jsonl", "exit.json", "trackers.json.tmp", "verdict.md", "logs/rank_00000.log")
+TRAPS = """
+config.yaml metrics.jsonl exit.json trackers.json.tmp verdict.md logs/rank_00000.log heartbeat/rank_00000
+checkpoints/latest generate/config.yaml rollouts/step_00000001.h5.tmp
+"""
 
 
 def set_traps(folder: Path, target: Path) -> None:
-    """A folder that invites everyone to write, where names of a run's files are links to `target`."""
+    """A folder in which all users can write, where names of a run's files are links to `target`."""
     folder.mkdir(mode=0o777)
-    for name in (
-        *TRAPS,
-        "checkpoints/latest",
-        "generate/config.yaml",
-        "rollouts/step_00000001.h5.tmp",
-        "heartbeat/rank_00000",
-    ):
+    for name in TRAPS.split():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(target)
 
