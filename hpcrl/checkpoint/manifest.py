@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -252,7 +253,7 @@ def write_file(
     on_progress: called during writing. Returns the entry of `target` under its bare name. Raises OSError if it cannot
     be written.
     """
-    scratch_file = _write_scratch(_scratch_path(scratch, target), write, on_progress) if scratch is not None else None
+    scratch_file = _write_scratch(scratch, target, write, on_progress) if scratch is not None else None
     if scratch_file is None:
         with HashedFile(target, on_progress=on_progress) as file:
             write(file)
@@ -265,19 +266,20 @@ def write_file(
         scratch_file.path.unlink(missing_ok=True)
 
 
-def _scratch_path(scratch: str, target: Path) -> Path:
-    """Return one path for all checkpoints of a run, so that leftovers of a killed attempt are replaced."""
+def _write_scratch(
+    scratch: str, target: Path, write: Callable[[HashedFile], None], on_progress: Callable[[], None]
+) -> HashedFile | None:
+    """Write a file whose name starts alike for all checkpoints of a run, so that what a killed attempt left is removed,
+    and ends at random: other users of the folder cannot make it first."""
     run, role = str(target.parents[2]), target.parent.name
     key = hashlib.blake2b(os.fsencode(run), digest_size=8).hexdigest()
-    return Path(expanded(scratch)) / f"hpcrl_{key}_{role}_{target.name}"
-
-
-def _write_scratch(
-    path: Path, write: Callable[[HashedFile], None], on_progress: Callable[[], None]
-) -> HashedFile | None:
+    stem = f"hpcrl_{key}_{role}_{target.name}."
+    path = Path(expanded(scratch)) / f"{stem}{secrets.token_hex(8)}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
+        for left in path.parent.iterdir():
+            if left.name.startswith(stem) and left.lstat().st_uid == os.geteuid():
+                left.unlink(missing_ok=True)
         with HashedFile(path, mode=0o600, on_progress=on_progress) as scratch_file:  # the folder may be shared
             write(scratch_file)
         return scratch_file
@@ -291,7 +293,8 @@ def _write_scratch(
 
 
 def _copy(scratch_file: HashedFile, target: Path, on_progress: Callable[[], None]) -> FileEntry:
-    with open(scratch_file.path, "rb") as source, HashedFile(target, on_progress=on_progress) as file:
+    descriptor = os.open(scratch_file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait
+    with open(descriptor, "rb") as source, HashedFile(target, on_progress=on_progress) as file:
         while chunk := source.read(_COPY_BYTES):
             file.write(chunk)
     if (entry := file.entry(target.name)) != scratch_file.entry(target.name):

@@ -6,7 +6,6 @@ The same files, options and version of pyarrow make the same bytes.
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from hpcrl.data.source_files import find_files, read_rows, sha256, summary
 from hpcrl.data.split import RowCollector, Split, hold_out
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_text import writable
+from hpcrl.sandbox.new_files import draft_of
 
 SPLITS = ("train", "val")
 DESCRIPTION = "dataset.json"
@@ -169,10 +169,10 @@ def write(
     out.mkdir(parents=True, exist_ok=True)
     described = {}
     for split, rows in dataset.splits.items():
-        path, draft = out / f"{split}.parquet", out / f".{split}.parquet.tmp"
+        path = out / f"{split}.parquet"
         large = "images" in rows.table.column_names
-        pyarrow.parquet.write_table(rows.table, draft, row_group_size=ROWS_WITH_PICTURES if large else None)
-        os.replace(draft, path)
+        with draft_of(path) as draft:
+            pyarrow.parquet.write_table(rows.table, draft, row_group_size=ROWS_WITH_PICTURES if large else None)
         described[split] = {
             "file": path.name,
             "rows": len(rows),
@@ -198,6 +198,6 @@ def write(
         },
     }
     text = writable(json.dumps(description, indent=1, ensure_ascii=False)) + "\n"
-    (out / f".{DESCRIPTION}.tmp").write_text(text, encoding="utf-8")
-    os.replace(out / f".{DESCRIPTION}.tmp", out / DESCRIPTION)
+    with draft_of(out / DESCRIPTION) as draft:
+        draft.write_text(text, encoding="utf-8")
     return description

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcrl.data.row_file import RowFile, read_jsonl, short_names
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.new_files import draft_of
 
 NEEDED = ("uid", "response", "score")
 
@@ -67,5 +68,6 @@ def pairs_of_samples(samples: str, files: Sequence[str], out: Path) -> tuple[int
             f"{samples}: all samples of each of {len(uids)} prompts have the same score; draw more of them (rollout.n)"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), out)
+    with draft_of(out) as draft:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
     return len(rows), len(uids)

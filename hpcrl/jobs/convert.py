@@ -20,6 +20,7 @@ from hpcrl.run.saver import Saver, export
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
+from hpcrl.sandbox.new_files import draft_of
 from hpcrl.telemetry.progress import PhaseTimers
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class Convert(WeightsJob):
             if not saver.wait():
                 return OTHER
             run_owner.check()
-            (run_directory(config) / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            with draft_of(run_directory(config) / "config.yaml") as draft:
+                draft.write_text(dump_config(config), encoding="utf-8")
         else:
             try:
                 draft = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.absolute().parent)) / "draft"

@@ -23,6 +23,7 @@ from hpcrl.config.schema import Config, Section
 from hpcrl.run.job import WeightsJob, add_overrides
 from hpcrl.run.job_config import config_of
 from hpcrl.runtime.exits import DONE, InputError
+from hpcrl.sandbox.new_files import create_in_place
 from hpcrl.telemetry.progress import Progress
 
 if TYPE_CHECKING:
@@ -82,9 +83,9 @@ class Score(WeightsJob):
             log.warning("model.path and model.init_from are null: these are the log-probs of random weights")
         if policy is not None and weights is not None:
             policy.load(str(weights), role="actor", weights_only=True)
-        draft, progress = Path(f"{target}.tmp"), None
+        draft, file, progress = Path(f"{target}.tmp"), None, None
         if world.rank == 0:
-            draft.write_text("", encoding="utf-8")
+            file = create_in_place(draft)
             progress = Progress(len(sequences), "score", unit="sequence")
         dp = self.derived.roles["actor"].dp
         budget = config.section("score").max_token_len_per_gpu
@@ -93,12 +94,12 @@ class Score(WeightsJob):
             parts = world.all_gather_object(found)
             if world.rank == 0:
                 own = {index: log_probs for part in parts for index, log_probs in part.items()}
-                with open(draft, "a", encoding="utf-8") as file:
-                    for index in range(len(wave)):
-                        file.write(json.dumps({"log_probs": [float(x) for x in own[index]]}) + "\n")
-                assert progress is not None
+                assert file is not None and progress is not None
+                for index in range(len(wave)):
+                    file.write(json.dumps({"log_probs": [float(x) for x in own[index]]}) + "\n")
                 progress.update(wave[-1] + 1)
-        if world.rank == 0:
+        if file is not None:
+            file.close()
             os.replace(draft, target)
             log.info("log-probs of %d sequences are in %s", len(sequences), target)
         return DONE

@@ -9,6 +9,7 @@ from hpcrl.predict.step import Prediction
 from hpcrl.predict.table import limits
 from hpcrl.predict.timeline import Span
 from hpcrl.runtime.launcher import format_spans
+from hpcrl.sandbox.new_files import draft_of
 
 WIDTH = 11.0  # inches
 BARS = 9.0  # inches of it for the time axis, about
@@ -48,7 +49,8 @@ def draw(path: Path, title: str, prediction: Prediction) -> None:
     axes.set_title(title, fontsize=10)
     handles = [Patch(color=color, label=_described(phase, prediction)) for phase, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=LEGEND_COLUMNS, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=90)
+    with draft_of(path) as draft:
+        figure.savefig(draft, dpi=90)
     plt.close(figure)
 
 

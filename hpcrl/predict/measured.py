@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from hpcrl.config import yaml_core
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.predict.machine import Machine
+from hpcrl.sandbox.new_files import draft_of
 
 DIGITS = 3  # that measurements are good for
 
@@ -25,10 +26,9 @@ def check_target(path: str, option: str = "--machine") -> None:
         raise ConfigError(f"{option}: {path} is a folder; name a file in it")
     if not target.parent.is_dir():
         raise ConfigError(f"{option}: there is no folder {target.parent}; create it, or name another file")
-    draft = _draft(target)
     try:
-        draft.touch()
-        draft.unlink()
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
     except OSError as error:
         raise ConfigError(f"{option}: {target.parent} cannot be written to: {error.strerror}") from None
 
@@ -47,18 +47,12 @@ def save(path: str, figures: Mapping[str, Any]) -> str:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ConfigError(f"measured {key}={first['input']!r}: {first['msg']}; measure again") from None
-    draft = _draft(target)
     try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, target)
+        with draft_of(target) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise ConfigError(f"--machine: {path} cannot be written: {error.strerror}") from None
     return path
-
-
-def _draft(target: Path) -> Path:
-    return target.with_name(f".{target.name}.tmp")
 
 
 def _rounded(value: Any) -> Any:

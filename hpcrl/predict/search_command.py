@@ -27,6 +27,7 @@ from hpcrl.predict.table import lengths_of, limits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.json_file import read_json
+from hpcrl.sandbox.new_files import draft_of
 
 OBJECTIVES = ("step", "walltime", "node-hours")
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -292,7 +293,8 @@ def write(out: Path, template: str, base: Config, config: Config) -> None:
     changes = differences(base.model_dump(), config.model_dump())
     extends = os.path.relpath(Path(template).resolve(), out.resolve().parent)
     try:
-        out.write_text(yaml_core.dump({"extends": extends, **changes}), encoding="utf-8")
+        with draft_of(out) as draft:
+            draft.write_text(yaml_core.dump({"extends": extends, **changes}), encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {out}: {error.strerror}; name a file in a folder that exists") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import NoReturn
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.sandbox.new_files import draft_of
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -43,11 +43,9 @@ def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> in
         raise InputError(f"--out {out}: expected a file in a folder that exists")
     found = read_recorded_runs(runs)
     page = render(page_data(found, by_name=by_name), f"{', '.join(run.name for run in found)[:100]} - hpcrl report")
-    draft = out.with_name(f".{out.name}.tmp")
     try:
-        draft.touch(mode=0o600)  # for the owner only, as the run's folder
-        draft.write_bytes(page)
-        os.replace(draft, out)
+        with draft_of(out, mode=0o600) as draft:  # for the owner only, as the run's folder
+            draft.write_bytes(page)
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written: {error.strerror}") from None
     return len(page)

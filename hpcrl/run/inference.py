@@ -25,8 +25,10 @@ from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, InputError
-from hpcrl.runtime.job import make_directory, run_directory
+from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.json_file import replace_json
+from hpcrl.runtime.run_folder import make_directory
+from hpcrl.sandbox.new_files import draft_of, open_to_append
 from hpcrl.telemetry.progress import PhaseTimers
 
 log = logging.getLogger(__name__)
@@ -113,7 +115,8 @@ class SamplingJob(Job):
         run = self.config.run.model_copy(update={"dir": str(self.run_folder.parent), "name": self.run_folder.name})
         text = dump_config(self.config.model_copy(update={"run": run}))
         run_owner.check()
-        (run_directory(self.config) / "config.yaml").write_text(text, encoding="utf-8")
+        with draft_of(run_directory(self.config) / "config.yaml") as draft:
+            draft.write_text(text, encoding="utf-8")
 
     def _find_weights(self) -> Start:
         """The weights of model.init_from or model.path, of a reward model and of a judge. Collective."""
@@ -231,7 +234,7 @@ class GenerationFile:
             else:
                 replace_json(self.settings_path, settings)
                 end = 0
-            self._file = open(path, "ab")
+            self._file = open_to_append(path)
             if not self.is_complete:
                 self._file.truncate(end)
         except OSError as error:

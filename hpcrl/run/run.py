@@ -32,6 +32,7 @@ from hpcrl.runtime.launcher import version_of
 from hpcrl.runtime.spans import spans
 from hpcrl.runtime.watchdog import STRAGGLERS_FILE
 from hpcrl.runtime.world import World
+from hpcrl.sandbox.new_files import draft_of
 from hpcrl.telemetry.archive import discard_from
 from hpcrl.telemetry.progress import PhaseTimers, Progress
 from hpcrl.telemetry.trackers import Status, Trackers
@@ -298,7 +299,8 @@ class Run:
         else:
             warn_of_changes(self.folder, config)
             discard_other_ranks(self.folder, start.step + 1, self.controller.world_size)
-        (self.folder / "config.yaml").write_text(f"# hpcrl {self.job.name}\n{dump_config(config)}", encoding="utf-8")
+        with draft_of(self.folder / "config.yaml") as draft:
+            draft.write_text(f"# hpcrl {self.job.name}\n{dump_config(config)}", encoding="utf-8")
 
     def _restore(self) -> None:
         """Load weights, optimizers and counters of the start, and copy the weights to the rollout engine."""

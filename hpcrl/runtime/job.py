@@ -20,6 +20,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import end_of_allocation, is_first_launched
 from hpcrl.runtime.mpi import broadcast_object, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
+from hpcrl.runtime.run_folder import GROUP_READABLE, PRIVATE, cannot_make, make_directory, open_to_group
 from hpcrl.runtime.stop_requests import StopRequests
 from hpcrl.runtime.world import (
     World,
@@ -31,14 +32,13 @@ from hpcrl.runtime.world import (
     start_mpi,
     start_torch,
 )
-from hpcrl.sandbox import fork_server
+from hpcrl.sandbox import fork_server, temporary_files
 from hpcrl.sandbox.foreign_text import ERRORS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-PRIVATE, GROUP_READABLE = 0o077, 0o027  # umasks of run.group_readable
 C = TypeVar("C", bound=Any)  # hpcrl.config.schema.Config, a layer above: its section `run` is read here
 # (config, number of ranks, rank, role, phase) -> text
 Advice = Callable[[C, int, int, str | None, str | None], str]
@@ -71,6 +71,7 @@ def run_spmd(
     ends_at = end_of_allocation(os.environ) if is_first_launched(os.environ) else None
     os.umask(PRIVATE)  # a run directory holds data and weights; child processes inherit the mask
     fork_server.start()
+    temporary_files.set_compiler_cache()
     if stop is not None:
         stop.block_signals()  # again: multiprocessing unblocks SIGTERM and SIGINT
     try:
@@ -187,30 +188,12 @@ def take_run_directory(config: Any) -> int:
     try:
         number = run_owner.take(path, config.run.owner_heartbeat_seconds)
         if config.run.group_readable:
-            make_directory(path, is_shared=True)
+            open_to_group(path)
         (path / "exit.json").unlink(missing_ok=True)
         shutil.rmtree(path / rank_status.FOLDER, ignore_errors=True)
         return number
     except OSError as error:
-        raise _cannot_make(path, error) from error
-
-
-def make_directory(path: Path, *, is_shared: bool) -> None:
-    """Make a folder of a run, for its user only. is_shared: run.group_readable; the user's group can read it too, with
-    the files of an earlier attempt."""
-    try:
-        made = [folder for folder in path.parents if not folder.exists()]
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_shared and path.stat().st_mode & 0o050 != 0o050:
-            for one in (*made, *path.rglob("*"), path):  # the folder last, so that a start that is killed is repeated
-                if not one.is_symlink():
-                    one.chmod(one.stat().st_mode | (0o050 if one.is_dir() else 0o040))
-    except OSError as error:
-        raise _cannot_make(path, error) from error
-
-
-def _cannot_make(path: Path, error: OSError) -> InputError:
-    return InputError(f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name")
+        raise cannot_make(path, error) from error
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from hpcrl.sandbox.new_files import draft_of
 
 
 def read_json(path: Path, absent: Any) -> Any:
@@ -19,6 +20,5 @@ def read_json(path: Path, absent: Any) -> Any:
 
 def replace_json(path: Path, value: Any) -> None:
     """Write a file that is either the old one or the new one."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    with draft_of(path) as draft:
+        draft.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -11,8 +11,9 @@ owner whose counter does not change during three heartbeats, while the start loo
 
 So an owner that was stopped or cut off for three heartbeats may lose its folder while it runs. All ranks of a job call
 `check` before they write there, and a thread of each rank does at each heartbeat. A job that has lost its folder ends
-with one line and writes nothing more. Two things remain: a write that was checked just before the folder was taken,
-and log lines and heartbeats of other ranks until their threads check.
+with one line and writes nothing more; so does a job whose folder was replaced by another user. Two things remain: a
+write that was checked just before the folder was taken, and log lines and heartbeats of other ranks until their threads
+check.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import NamedTuple, NoReturn
 
 from hpcrl.runtime.launcher import SQUEUE_TIMEOUT, node_name
 from hpcrl.sandbox import fork_server
+from hpcrl.sandbox.process_identity import boot_id, pid_namespace, process_runs, started_at
 
 FOLDER = "owner"  # below the run directory
 HEARTBEATS_TO_TAKE = 3.0  # without a change of the counter: the owner has ended
@@ -88,10 +90,10 @@ class Owner:
         return cls(
             command=f"hpcrl {sys.argv[1]}"[:LONGEST] if len(sys.argv) > 1 else "hpcrl",
             host=node_name(),
-            boot=_boot_id(),
-            pid_namespace=_pid_namespace(),
+            boot=boot_id(),
+            pid_namespace=pid_namespace(),
             pid=os.getpid(),
-            started=_started(os.getpid()) or 0,
+            started=started_at(os.getpid()) or 0,
             cluster=environ.get("SLURM_CLUSTER_NAME", ""),
             job=environ.get("SLURM_JOB_ID", ""),
             step=step if is_listed else "",
@@ -281,10 +283,16 @@ def in_use(folder: Path, found: Found) -> str:
 def is_lost(folder: Path, number: int) -> bool:
     """Whether the owner with this number has lost the folder."""
     try:
-        numbers = _numbers(folder)
+        return is_replaced(folder) or max(_numbers(folder), default=0) != number
     except OSError:
         return False  # the file system does not answer, and neither will it take a write
-    return max(numbers, default=0) != number
+
+
+def is_replaced(folder: Path) -> bool:
+    """Whether another user's folder or link is in the place of the run's folder, which was this user's at the start."""
+    with suppress(FileNotFoundError):
+        return os.lstat(folder).st_uid != os.geteuid() or os.stat(folder).st_uid != os.geteuid()
+    return False
 
 
 class Held:
@@ -328,10 +336,12 @@ class Held:
         with self._ending:  # never left: a second thread waits here
             if self._rank:
                 time.sleep(2 * SECONDS_TO_REPORT)  # rank 0 says it, unless it is stopped
-            successor = None
+            by = f"has no {FOLDER}/ any more"
             with suppress(OSError):
-                successor = newest(self._folder)
-            by = f"is now owned by {successor}" if successor else f"has no {FOLDER}/ any more"
+                if is_replaced(self._folder):
+                    by = "was replaced by another user"
+                elif successor := newest(self._folder):
+                    by = f"is now owned by {successor}"
             say(f"error: {self._folder} {by}; this job has lost it and ends without writing there")
             time.sleep(SECONDS_TO_REPORT)
             fork_server.remove_files()
@@ -393,42 +403,6 @@ def _link(folder: Path, number: int, record: Owner) -> bool:
             with suppress(OSError):
                 _path(folder, lower).unlink()
     return True
-
-
-def process_runs(pid: int, started: int) -> bool | None:
-    """Whether a process of this host exists that began at this time; None if it is hidden."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    found = _started(pid)
-    return None if found is None else found == started
-
-
-def _started(pid: int) -> int | None:
-    """When a process began, in clock ticks since the boot; -1 if it has ended and is a zombie, None if unknown."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *rest = text.rpartition(")")[2].split()  # the name before may hold anything
-    return -1 if state in "ZX" else int(rest[18])
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def slurm_ended(owner: Owner) -> bool:

@@ -4,8 +4,8 @@ MPI and CUDA do not survive a fork, and a child that inherits a launcher's varia
 
 The server preloads this module. Batch systems send signals to every process of a job: the server ignores them; its
 children start with the defaults and an empty mask, so that they can be terminated, and `worker.supervise` installs its
-own handlers. A rank that was killed removes no files. The files through which it reaches its server are removed when
-the server ends, which is when the rank and all of its children have ended.
+own handlers. A rank that was killed removes no files. Its temporary files are removed when the server ends, which is
+when the rank and all of its children have ended.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
 
+from hpcrl.sandbox import temporary_files
 from hpcrl.sandbox.process_tree import STEP_SIGNALS, STOP_SIGNALS
 
 LAUNCHER_PREFIXES = ("PMI_", "PMI2_", "PMIX", "PALS_", "OMPI_", "PRTE", "SLURM_", "MPICH", "MPIR_", "MPI_", "HYDRA")
@@ -44,7 +45,7 @@ def start() -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     # by default the server imports the program's main module
     context().set_forkserver_preload([__name__])
-    os.environ[FOLDER] = util.get_temp_dir()
+    os.environ[FOLDER] = temporary_files.make_folder()
     try:
         for name in full.keys() - without_launcher_variables(full).keys():
             del os.environ[name]
@@ -88,6 +89,7 @@ def spawn(target: Callable[..., Any], args: tuple[Any, ...]) -> ForkServerProces
     Unlike multiprocessing's own children, it does not import this program's main module, which may take seconds and
     needs an `if __name__ == "__main__"`.
     """
+    util.get_temp_dir()  # made here, else each child makes one
     # not daemonic, because a daemonic process may not have children
     child = context().Process(target=_run, args=(_umask, target, args), daemon=False)
     main = sys.modules["__main__"]
@@ -108,6 +110,7 @@ def _run(umask: int | None, target: Callable[..., Any], args: tuple[Any, ...]) -
 def _prepare_server() -> None:
     """Make this process, which is the server, ignore signals and remove files."""
     folder, server = os.environ.pop(FOLDER), os.getpid()
+    temporary_files.add_process(folder)
     os.setpgid(0, 0)  # MPICH's launcher ends an aborted job by killing the ranks' process groups
 
     def remove_folder() -> None:

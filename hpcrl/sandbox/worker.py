@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -46,7 +47,7 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
     wake, wake_writer = process_tree.wake_on_signals()
     os.setsid()
     process_tree.adopt_orphans()
-    folder = tempfile.mkdtemp(prefix="hpcrl_")
+    folder = tempfile.mkdtemp(dir=util.get_temp_dir())  # of the rank, which multiprocessing hands on
     printed, print_writer = os.pipe()
     supervisor = os.getpid()
     child = os.fork()

@@ -32,7 +32,8 @@ from hpcrl.config.inputs import file_of, inputs
 from hpcrl.config.paths import literal
 from hpcrl.config.schema import Config
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.job import make_directory, run_directory
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.run_folder import close_to_others, make_directory
 
 BUNDLE = "bundle"
 MAX_COPIED = 64 << 20  # bytes; larger files are links, hashed in place
@@ -68,6 +69,7 @@ def stage(config: Config, root: Path, created_later: Collection[Path], report: C
     _describe(staging, config, places, final, root)
     kept = [FileEntry(**entry) for entry in json.loads(manifest)["files"] if entry["path"] not in DESCRIPTION]
     write_manifest(staging, kept)
+    close_to_others(staging, is_shared=config.run.group_readable)
     _commit_draft(staging, final)
     _replace_link(link, final)
     return final

@@ -18,7 +18,9 @@ from hpcrl.config.loader import quoted_path
 from hpcrl.config.schema import AUTO, Config, JobConfig
 from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.job import make_directory, run_directory
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.run_folder import check as check_folder
+from hpcrl.runtime.run_folder import close_to_others, make_directory
 from hpcrl.slurm import bundle, chain
 from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
@@ -95,6 +97,8 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
     texts = [render(planned.batch, site, sys.prefix) for planned in plans]
     for planned, created in zip(plans, created_later, strict=True):
         _log(cost(planned.batch, site))
+        for folder in planned.batch.run_dirs:
+            check_folder(folder)
         for line in [*runs_in_use(planned), *missing_inputs(planned, created)]:
             if not request.dry_run:
                 raise InputError(line)
@@ -116,6 +120,7 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
         batch = replace(planned.batch, bundles=tuple(staged.name for staged in bundles))
         make_directory(planned.folder, is_shared=planned.configs[0].run.group_readable)
         planned.script.write_text(render(batch, site, sys.prefix), encoding="utf-8")
+        close_to_others(planned.script, is_shared=planned.configs[0].run.group_readable)
     jobs = submit_chain([planned.script for planned in plans])
     chain.write([link(planned, job) for planned, job in zip(plans, jobs, strict=True)])
     for planned, job in zip(plans, jobs, strict=True):

@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hpcrl.sandbox.foreign_text import take_any_text
+from hpcrl.sandbox.new_files import draft_of
 from hpcrl.telemetry.runlog import RunError, RunLog, choose_keys, read_runs
 from hpcrl.telemetry.seeds import SeedMean, over_seeds
 
@@ -74,7 +75,8 @@ def draw(runs: list[RunLog], out: Path, pattern: str | None = None) -> None:
         handles = [plt.Line2D([], [], color=_colour(i), label=run.name, lw=2) for i, run in enumerate(runs)]
         figure.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
     try:
-        figure.savefig(out, dpi=130)
+        with draft_of(out, mode=0o600) as draft:  # for the owner only, as the runs that it is of
+            figure.savefig(draft, dpi=130)
     except (OSError, ValueError) as error:
         raise RunError(f"--out {out}: cannot write the picture ({error})") from None
     finally:

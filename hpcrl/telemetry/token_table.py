@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.sandbox.new_files import draft_of
 from hpcrl.telemetry.archive import UPDATE_COLUMNS, Columns, read_step
 from hpcrl.telemetry.writer import json_line
 
@@ -30,20 +30,19 @@ def write_tokens(path: Path, archive: Path) -> None:
     """
     tokens, samples, _ = read_step(archive)
     added = of_update(tokens)
-    draft = path.with_name(f"{path.name}.tmp")
-    if path.suffix == ".h5":
-        import h5py
+    with draft_of(path) as draft:
+        if path.suffix == ".h5":
+            import h5py
 
-        shutil.copyfile(archive, draft)
-        with h5py.File(draft, "r+") as file:
-            for name, (values, offsets) in added.items():
-                group = file["tokens"].create_group(name)
-                group.create_dataset("values", data=values)
-                group.create_dataset("offsets", data=offsets)
-    else:
-        with open(draft, "w", encoding="utf-8") as file:
-            file.writelines(json_line(row) for row in rows({**tokens, **added}, samples))
-    os.replace(draft, path)
+            shutil.copyfile(archive, draft)
+            with h5py.File(draft, "r+") as file:
+                for name, (values, offsets) in added.items():
+                    group = file["tokens"].create_group(name)
+                    group.create_dataset("values", data=values)
+                    group.create_dataset("offsets", data=offsets)
+        else:
+            with open(draft, "w", encoding="utf-8") as file:
+                file.writelines(json_line(row) for row in rows({**tokens, **added}, samples))
 
 
 def of_update(tokens: Columns) -> Columns:

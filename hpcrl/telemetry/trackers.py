@@ -18,6 +18,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import import_module
 from importlib.util import find_spec
-from multiprocessing import Pipe
+from multiprocessing import Pipe, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -270,6 +271,7 @@ def _prepare_process(log_file: Path) -> None:
     process_tree.adopt_orphans()
     process_tree.raise_oom_score()
     os.nice(10)
+    os.environ["TMPDIR"] = tempfile.tempdir = util.get_temp_dir()  # of the rank: wandb leaves folders in it
     try:
         output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
     except OSError:

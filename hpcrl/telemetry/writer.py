@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.sandbox.foreign_text import writable
+from hpcrl.sandbox.new_files import draft_of
 from hpcrl.telemetry.archive import fsync
 
 
@@ -23,11 +24,9 @@ def write_generations(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with draft_of(path) as draft, open(draft, "w", encoding="utf-8") as file:
         for row in rows:
             file.write(json_line({key: row.get(key) for key in keys}))
-    os.replace(temporary, path)
 
 
 def json_line(row: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NoReturn, TextIO
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.sandbox.foreign_text import ERRORS
+from hpcrl.sandbox.new_files import draft_of
 from hpcrl.telemetry.runlog import RunError, read_run
 from hpcrl.tracing.perfetto import Event, Timeline, phases_of
 from hpcrl.tracing.reader import TraceFiles, format_steps, stragglers_of
@@ -133,10 +133,9 @@ def write(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: l
     """Write the file, whole or not at all; `metadata` is read after the last event. Returns the number of events.
 
     drawn: gets the events."""
-    draft = out.with_name(f"{out.name}.tmp")
     count = 0
     try:
-        with _opened(draft, out.suffix == ".gz") as file:
+        with draft_of(out, mode=0o600) as draft, _opened(draft, out.suffix == ".gz") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [')
             for event in events:
                 file.write(",\n" if count else "\n")
@@ -145,15 +144,12 @@ def write(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: l
                 if drawn is not None:
                     drawn.append(event)
             file.write(f'\n], "metadata": {json.dumps(metadata, ensure_ascii=False)}}}\n')
-        os.replace(draft, out)
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error.strerror or error}; name another file") from error
-    finally:
-        draft.unlink(missing_ok=True)
     return count
 
 
-def _opened(path: Path, is_compressed: bool) -> TextIO:
+def _opened(draft: Path, is_compressed: bool) -> TextIO:
     if is_compressed:
-        return gzip.open(path, "wt", encoding="utf-8", errors=ERRORS, compresslevel=3)  # type: ignore[return-value]
-    return open(path, "w", encoding="utf-8", errors=ERRORS)
+        return gzip.open(draft, "wt", encoding="utf-8", errors=ERRORS, compresslevel=3)  # type: ignore[return-value]
+    return open(draft, "w", encoding="utf-8", errors=ERRORS)

@@ -6,6 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from hpcrl.sandbox.new_files import draft_of
+
 Event = dict[str, Any]
 
 MOST_TRACKS = 40  # rows of the picture; further tracks are left out
@@ -62,5 +64,6 @@ def draw(events: list[Event], path: Path, title: str) -> None:
     axes.set_title(title)
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=110)
+    with draft_of(path, mode=0o600) as draft:
+        figure.savefig(draft, dpi=110)
     plt.close(figure)

@@ -143,8 +143,40 @@ def test_what_a_killed_attempt_left_in_scratch_is_replaced(tmp_path: Path, monke
         patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
         write_file(target(tmp_path / "run", 1), write_tensors, str(scratch), nothing)
     assert len(list(scratch.iterdir())) == 1
+    other = target(tmp_path / "run", 3).with_name("__0_0.distcp_more")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+        write_file(other, write_tensors, str(scratch), nothing)
+    (left_of_another_file,) = scratch.glob("*more*")
     write_file(target(tmp_path / "run", 2), write_tensors, str(scratch), nothing)
-    assert list(scratch.iterdir()) == []
+    assert list(scratch.iterdir()) == [left_of_another_file]
+
+
+def test_scratch_files_have_names_that_others_cannot_make_first(tmp_path: Path, monkeypatch) -> None:
+    scratch, names = tmp_path / "node", list[str]()
+
+    def write(file: HashedFile) -> None:
+        names.append(file.path.name)
+        write_tensors(file)
+
+    for step in (1, 2):
+        write_file(target(tmp_path / "run", step), write, str(scratch), nothing)
+    assert len(set(names)) == 2 and len({name.rpartition(".")[0] for name in names}) == 1
+
+
+def test_a_scratch_file_that_another_user_exchanges_fails_the_save(tmp_path: Path) -> None:
+    scratch, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"other")
+    others = [os.mkfifo, lambda path: path.symlink_to(elsewhere), lambda path: path.write_bytes(b"other")]
+    for step, make in enumerate(others):
+
+        def exchange(make: Callable[[Path], object] = make) -> None:
+            (file,) = scratch.iterdir()
+            file.unlink()
+            make(file)
+
+        with pytest.raises(OSError):
+            write_file(target(tmp_path / "run", step), write_tensors, str(scratch), exchange)
 
 
 def test_scratch_that_cannot_be_used_costs_a_line(tmp_path: Path, on: Callable, caplog) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.runtime import run_owner
+from hpcrl.sandbox.process_identity import process_runs
 from tests.run.small_run import write_config
 from tests.slurm.small_ppo import lines
 
@@ -63,5 +64,5 @@ def race(folder: Path, start: Start, whole: list[dict[str, Any]], number: int) -
 
 def kill_owner(run: Path) -> None:
     found = run_owner.newest(run) if run.exists() else None
-    if found is not None and found.owner is not None and run_owner.process_runs(found.owner.pid, found.owner.started):
+    if found is not None and found.owner is not None and process_runs(found.owner.pid, found.owner.started):
         os.kill(found.owner.pid, signal.SIGKILL)

@@ -109,6 +109,12 @@ def run_folder(folder: Path) -> Path:
     return folder / "runs" / "ends"
 
 
+def open_to_others(run: Path) -> list[str]:
+    """What in a run's folder is not for its user only."""
+    found = [path for path in (run, *run.rglob("*")) if not path.is_symlink() and path.stat().st_mode & 0o077]
+    return [f"{path} {path.stat().st_mode:o}" for path in found]
+
+
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (run_folder(folder) / "checkpoints").iterdir())
 

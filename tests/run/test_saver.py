@@ -152,7 +152,7 @@ def test_a_full_file_system_costs_checkpoints_and_not_the_run(
     folder, kept = run_folder(tmp_path) / "checkpoints", tmp_path / "kept"
     folder.mkdir(parents=True)
     size = sum(path.stat().st_size for path in (run_folder(unbroken) / "checkpoints" / "step_00000004").rglob("*"))
-    mount = f"mount -t tmpfs -o size={size * 3 // 2} tmpfs {folder}"
+    mount = f"mount -t tmpfs -o size={size * 3 // 2},mode=700 tmpfs {folder}"
     inside = f'{mount}; "$@"; code=$?; cp -r {folder} {kept}; exit $code'
     before = ("unshare", "--map-root-user", "--mount", "sh", "-c", inside, "sh")
     assert train(tmp_path, 2, before=before) == 1

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         except psutil.NoSuchProcess:
             continue
         for member in family:
-            member.kill()
+            with suppress(psutil.NoSuchProcess):  # ended, because its parent has
+                member.kill()
 
 
 @pytest.fixture

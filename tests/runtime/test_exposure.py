@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hpcrl.runtime.store import PROBES, interface_address, reachable
-from tests.run.small_run import write_config
+from tests.run.small_run import open_to_others, write_config
 from tests.run.test_ends import BUSY
 from tests.runtime.conftest import MPIEXEC, start  # noqa: F401  # fixtures
 from tests.runtime.sockets import listening
@@ -45,7 +45,7 @@ def test_a_job_on_one_node_listens_on_loopback_and_writes_for_its_user_alone(sta
     function = {"path": str(tmp_path / "score.py"), "reward_kwargs": {"folder": str(tmp_path)}}
     config = write_config(
         tmp_path,
-        trainer={"total_training_steps": 2, "save_freq": 1, "checkpoint": {"async_save": False}},
+        trainer={"total_training_steps": 2, "save_freq": 1, "checkpoint": {"async_save": False}, "profile_steps": [1]},
         reward={"custom_reward_function": function, "num_workers": 1, "timeout": 600},
     )
     before = os.umask(0o022)  # of a user who has not thought about it
@@ -59,11 +59,9 @@ def test_a_job_on_one_node_listens_on_loopback_and_writes_for_its_user_alone(sta
     assert len(found) == 2 and set.union(*found.values()) == {"127.0.0.1"}
 
     run = tmp_path / "runs" / "ends"
-    written = [run, *run.rglob("*")]
-    names = {path.relative_to(run).parts[0] for path in written[1:]}
-    assert {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "rollouts", "tensorboard"} <= names
-    open_to_others = [f"{path} {path.stat().st_mode:o}" for path in written if path.stat().st_mode & 0o077]
-    assert open_to_others == []
+    written = {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "profile", "rollouts", "tensorboard", "trace"}
+    assert written <= {path.name for path in run.iterdir()}
+    assert open_to_others(run) == []
 
 
 def test_ranks_of_several_nodes_listen_on_the_address_that_leads_to_the_others(start: Callable, tmp_path: Path) -> None:  # noqa: F811

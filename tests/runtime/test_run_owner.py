@@ -16,6 +16,7 @@ import pytest
 
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.run_owner import OwnedError, Owner, newest, runs, take
+from hpcrl.sandbox.process_identity import process_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +25,7 @@ STARTER = """
 import os, random, signal, sys, time
 from pathlib import Path
 from hpcrl.runtime import run_owner
+from hpcrl.sandbox.process_identity import started_at
 
 seconds, is_killed = float(sys.argv[1]), sys.argv[2] == "killed"
 inside, draw = Path("inside"), random.Random(os.getpid())
@@ -39,7 +41,7 @@ while not Path("end").exists():
         if waited - before > 5 * 3 * seconds:
             Path("violation").write_text(f"waited {waited - before} s")
     other = int(inside.read_text() or 0) if inside.exists() else 0
-    if other and other != os.getpid() and run_owner._started(other) not in (None, -1):
+    if other and other != os.getpid() and started_at(other) not in (None, -1):
         Path("violation").write_text(f"{other} and {os.getpid()} are owners")
     inside.write_text(str(os.getpid()))
     with open("entered", "a") as file:
@@ -107,13 +109,13 @@ def test_what_decides_whether_an_owner_runs(
 
 def test_a_process_is_known_by_its_start_and_a_zombie_has_ended() -> None:
     own = Owner.here()
-    assert run_owner.process_runs(own.pid, own.started) is True
-    assert run_owner.process_runs(own.pid, own.started - 1) is False
+    assert process_runs(own.pid, own.started) is True
+    assert process_runs(own.pid, own.started - 1) is False
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert run_owner.process_runs(child.pid, own.started) is False
+    assert process_runs(child.pid, own.started) is False
     child.wait()
-    assert run_owner.process_runs(child.pid, own.started) is False
+    assert process_runs(child.pid, own.started) is False
 
 
 @pytest.mark.parametrize(

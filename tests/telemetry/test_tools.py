@@ -187,7 +187,7 @@ def test_runs_of_several_seeds_are_one_curve_with_a_band(tmp_path, capsys):
 def test_curves_draw_a_picture(runs, count, tmp_path, capsys):
     out = tmp_path / "curves.png"
     assert curves.main([*map(str, runs[:count]), "--out", str(out)]) == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_mode & 0o777 == 0o600  # as a run's own files
     assert curves.main([str(runs[0]), "--keys", "score|kl", "--out", str(tmp_path / "few.svg")]) == 0
     capsys.readouterr()
     for bad in (tmp_path / "none" / "curves.png", tmp_path / "curves.unknown"):

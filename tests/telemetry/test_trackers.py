@@ -17,7 +17,7 @@ import pytest
 from hpcrl.telemetry.tracker_mlflow import ID_TAG, STATUS_TAG, _name
 from hpcrl.telemetry.tracker_wandb import read_records
 from hpcrl.telemetry.trackers import Row, RowReader, missing_packages, run_id
-from tests.run.small_run import lines, log_of, run_folder, train
+from tests.run.small_run import lines, log_of, open_to_others, run_folder, train
 from tests.runtime.conftest import environment
 
 OFFLINE = {"logger": ["console", "wandb", "mlflow"], "project_name": "countdown", "val_before_train": False}
@@ -105,6 +105,7 @@ def test_the_slices_of_a_run_are_one_run_with_the_values_of_metrics_jsonl(tmp_pa
     check_mlflow(tmp_path, "FINISHED", "finished")
     assert len(list((run_folder(tmp_path) / "wandb").glob("offline-run-*"))) == 1
     assert "tracker" not in log_of(tmp_path)
+    assert open_to_others(run_folder(tmp_path)) == []
 
 
 @pytest.mark.slow
@@ -121,7 +122,7 @@ def test_a_full_disk_costs_a_warning_for_each_tracker(tmp_path: Path) -> None:
     """The trackers' folders are file systems that are too small for what they write."""
     run = run_folder(tmp_path)
     mounts = " && ".join(
-        f"mkdir -p {run / name} && mount -t tmpfs -o size={size}k none {run / name}"
+        f"mkdir -p {run / name} && mount -t tmpfs -o size={size}k,mode=700 none {run / name}"
         for name, size in (("wandb", 32), ("mlflow", 64))
     )
     before = ("unshare", "-Urm", "sh", "-c", f'{mounts} && exec "$@"', "sh")

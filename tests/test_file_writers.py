@@ -1,0 +1,63 @@
+"""Every place that writes a file. One that is new has to say why another user cannot redirect it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.test_imports import PACKAGE, sources
+
+# modules that write to the folder of a run, or of one of its parts, which `runtime/run_folder.py` has checked
+IN_A_RUN = """
+checkpoint/manifest checkpoint/sharded_save checkpoint/store controller/profiler model/hf/files run/performance
+run/ref_logps run/replay run/saver runtime/event_process runtime/exits runtime/job runtime/rank_status
+runtime/run_owner runtime/watchdog sandbox/worker slurm/bundle slurm/submit telemetry/archive telemetry/trackers
+telemetry/writer workers/verdict_cache workers/weight_transfer
+"""
+ELSEWHERE = {
+    "sandbox/new_files": "the place that opens files for the others",
+    "sandbox/temporary_files": "in a folder that mkdtemp has made",
+    "sandbox/isolation": "in the sandbox's own root, and /proc",
+    "sandbox/process_tree": "/proc",
+    "runtime/measure": "a name with a random number",
+    "runtime/check_job": "a name with a random number",
+    "telemetry/scalars": "/dev/null",
+    "runtime/world": "/dev/null",
+}
+METHODS = {"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "savefig"}
+FUNCTIONS = {"FileHandler", "SummaryWriter", "write_table", "save_file", "copyfile", "copy2", "copytree", "HashedFile"}
+MODES = {kind + end for kind in "wax" for end in ("", "b", "t", "+", "b+", "t+")} | {"r+", "r+b", "rb+"}
+FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT"}
+
+
+def writes(call: ast.Call) -> bool:
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name not in ("open", "File"):
+        return name in FUNCTIONS or (name in METHODS and isinstance(function, ast.Attribute))
+    inside = [node for part in (*call.args, *(word.value for word in call.keywords)) for node in ast.walk(part)]
+    texts = {node.value for node in inside if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return bool(texts & MODES or {node.attr for node in inside if isinstance(node, ast.Attribute)} & FLAGS)
+
+
+def is_named_draft(call: ast.Call) -> bool:
+    places = [*call.args, *([call.func.value] if isinstance(call.func, ast.Attribute) else [])]
+    return any(isinstance(place, ast.Name) and place.id == "draft" for place in places)
+
+
+def raw_writers() -> Iterator[tuple[str, int]]:
+    """(module, line) of every write that is not to a `draft` of `draft_of`."""
+    for path in sources():
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        has_drafts = any(isinstance(node, ast.Name) and node.id == "draft_of" for node in nodes)
+        for node in nodes:
+            if isinstance(node, ast.Call) and writes(node) and not (has_drafts and is_named_draft(node)):
+                yield path.relative_to(PACKAGE).with_suffix("").as_posix(), node.lineno
+
+
+def test_every_writer_is_in_a_checked_folder_or_uses_a_draft() -> None:
+    known = {*IN_A_RUN.split(), *ELSEWHERE}
+    found = list(raw_writers())
+    wrong = [f"hpcrl/{module}.py:{line}" for module, line in found if module not in known]
+    assert not wrong, f"use draft_of (hpcrl/sandbox/new_files.py), or say here why not: {wrong}"
+    assert known == {module for module, _ in found}
