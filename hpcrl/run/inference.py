@@ -27,6 +27,7 @@ from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.job import make_directory, run_directory
 from hpcrl.runtime.json_file import replace_json
+from hpcrl.sandbox.foreign_files import read_json
 from hpcrl.telemetry.progress import PhaseTimers
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class SamplingJob(Job):
         source = self.start.init_from
         if source is None or is_hugging_face(source):
             return 0
-        return int(json.loads((source / TRAINER_FILE).read_text(encoding="utf-8"))["step"])
+        return int(read_json(source / TRAINER_FILE)["step"])
 
     def main(self) -> int:
         from hpcrl.workers.team import build_team, read_generation_inputs

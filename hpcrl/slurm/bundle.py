@@ -33,6 +33,7 @@ from hpcrl.config.paths import literal
 from hpcrl.config.schema import Config
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import make_directory, run_directory
+from hpcrl.sandbox.foreign_files import read_text
 
 BUNDLE = "bundle"
 MAX_COPIED = 64 << 20  # bytes; larger files are links, hashed in place
@@ -242,6 +243,6 @@ def _modules(folder: Path) -> Iterator[Path]:
 
 def _manifest(bundle: Path) -> str | None:
     try:
-        return (bundle / MANIFEST).read_text(encoding="utf-8")
+        return read_text(bundle / MANIFEST)
     except OSError:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
 from hpcrl.model.vision import VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_files import read_json
 
 CONFIG = "config.json"
 
@@ -27,7 +27,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of `folder`."""
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path, folder)
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}); use a directory written by save_pretrained()") from error
     if not isinstance(config, dict):
@@ -458,8 +458,18 @@ _SIZES = (
 )
 
 
+# Numbers of things that are built one by one; the largest published models have a tenth of them.
+MOST = {"num_hidden_layers": 2000, "first_k_dense_replace": 2000} | dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts"), 20000
+)
+
+
 def _check_numbers(config: Mapping[str, Any]) -> None:
     """Validate the numbers, because the file is untrusted."""
+    for key, most in MOST.items():
+        found = config.get(key)
+        if isinstance(found, int) and found > most:
+            raise InputError(f"{key}={found}; expected at most {most}")
     for key in (*_SIZES, "rms_norm_eps", "initializer_range", "routed_scaling_factor"):
         kinds = (int,) if key in _SIZES else (int, float)
         found = config.get(key)
