@@ -180,7 +180,7 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 def _same_on_all_ranks(path: Path) -> dict[str, Any]:
     """Read the state that is the same on all ranks; no pickle is executed, for any version of torch."""
     size = size_of_plain_file(path, COMMON_STATE_FNAME)
-    with open_file(path / COMMON_STATE_FNAME) as file:
+    with open_file(path / COMMON_STATE_FNAME, links=False) as file:
         check_archive(file, 0, size, COMMON_STATE_FNAME)
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -211,7 +211,9 @@ class _MetadataReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         folder = Path(self.path)
         size_of_plain_file(folder, ".metadata")
-        metadata = _MetadataUnpickler(io.BytesIO(read_bytes(folder / ".metadata", most=MOST_METADATA))).load()
+        metadata = _MetadataUnpickler(
+            io.BytesIO(read_bytes(folder / ".metadata", most=MOST_METADATA, links=False))
+        ).load()
         check_metadata(metadata, folder)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = dcp.metadata.StorageMeta()

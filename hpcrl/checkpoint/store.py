@@ -195,7 +195,7 @@ def read_trainer_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
         raise InputError(f"damaged checkpoint {folder}: {problems[0]}{more}")
     try:
-        state = read_json(Path(folder) / TRAINER_FILE)
+        state = read_json(Path(folder) / TRAINER_FILE, links=False)
     except (OSError, ValueError) as error:
         raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE}: {error}") from None
     if not isinstance(state, dict):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.data.encoding import encodable
+from hpcrl.data.template_limits import within_limits
 from hpcrl.runtime.exits import InputError, folded
 
 if TYPE_CHECKING:
@@ -68,7 +69,11 @@ class ChatTemplate:
         return found["input_ids"], found["offset_mapping"], found["assistant_masks"]
 
     def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
-        return self._tokenizer.apply_chat_template(list(messages), chat_template=self._own, **options, **self._options)
+        return within_limits(
+            lambda: self._tokenizer.apply_chat_template(
+                list(messages), chat_template=self._own, **options, **self._options
+            )
+        )
 
 
 def messages_of(value: Any, with_parts: bool = False) -> list[dict[str, Any]] | None:

@@ -53,15 +53,15 @@ class ForeignFileError(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
-def open_file(path: Name, root: Name | None = None, *, most: int | None = None) -> BinaryIO:
+def open_file(path: Name, root: Name | None = None, *, most: int | None = None, links: bool = True) -> BinaryIO:
     """Open a regular file below `root` to read its bytes; None: its own folder.
 
     Links are followed if they lead to a file below `root`, or in a folder of the Hugging Face cache to its blobs. most:
-    bytes that the file may have. Raises OSError if it cannot be opened, ForeignFileError if it must not be.
+    bytes that the file may have. links: whether it may be a link at all. Raises OSError if it cannot be opened, ForeignFileError if it must not be.
     """
     path = Path(path)
     root = path.parent if root is None else Path(root)
-    descriptor = _open(path, root)
+    descriptor = _open(path, root, links)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -74,9 +74,9 @@ def open_file(path: Name, root: Name | None = None, *, most: int | None = None) 
         raise
 
 
-def read_bytes(path: Name, root: Name | None = None, *, most: int = MOST_TEXT) -> bytes:
+def read_bytes(path: Name, root: Name | None = None, *, most: int = MOST_TEXT, links: bool = True) -> bytes:
     """Read a whole file; of one that grows meanwhile, at most `most` bytes."""
-    with open_file(path, root, most=most) as file:
+    with open_file(path, root, most=most, links=links) as file:
         return file.read(most)
 
 
@@ -86,9 +86,9 @@ def read_text(path: Name, root: Name | None = None, *, most: int = MOST_TEXT, er
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
-def read_json(path: Name, root: Name | None = None, *, most: int = MOST_TEXT) -> Any:
+def read_json(path: Name, root: Name | None = None, *, most: int = MOST_TEXT, links: bool = True) -> Any:
     """Read the value of a JSON file. Raises ValueError too."""
-    return parse_json(read_bytes(path, root, most=most))
+    return parse_json(read_bytes(path, root, most=most, links=links))
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -173,7 +173,7 @@ def is_folder(path: Name, root: Name) -> bool:
     return os.path.isdir(path) and _is_inside(path, root)
 
 
-def _open(path: Path, root: Path) -> int:
+def _open(path: Path, root: Path, links: bool) -> int:
     try:
         return _walk(root, path.relative_to(root).parts, path)
     except OSError as error:
@@ -184,6 +184,8 @@ def _open(path: Path, root: Path) -> int:
         real = Path(os.path.realpath(path))
         if real == path.absolute():  # no link
             raise
+    if not links:
+        raise ForeignFileError(path, "a link")
     base = _base_of(real, path, root)
     if base is None:
         raise ForeignFileError(
