@@ -57,7 +57,8 @@ def open_file(path: Name, root: Name | None = None, *, most: int | None = None, 
     """Open a regular file below `root` to read its bytes; None: its own folder.
 
     Links are followed if they lead to a file below `root`, or in a folder of the Hugging Face cache to its blobs. most:
-    bytes that the file may have. links: whether it may be a link at all. Raises OSError if it cannot be opened, ForeignFileError if it must not be.
+    bytes that the file may have. links: whether it may be a link at all. Raises OSError if it cannot be opened,
+    ForeignFileError if it must not be.
     """
     path = Path(path)
     root = path.parent if root is None else Path(root)

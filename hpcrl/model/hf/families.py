@@ -11,11 +11,12 @@ from typing import Any
 from hpcrl.model.hf.defaults import window_of, with_defaults
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
-from hpcrl.model.vision import VISION_TOKENS, vision_from_hf
+from hpcrl.model.vision import MOST_LAYERS, VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import read_json
 
 CONFIG = "config.json"
+MOST_BYTES = 1 << 22  # of it
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -27,7 +28,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of `folder`."""
     path = folder / CONFIG
     try:
-        config = read_json(path, folder)
+        config = read_json(path, folder, most=MOST_BYTES)
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}); use a directory written by save_pretrained()") from error
     if not isinstance(config, dict):
@@ -459,9 +460,13 @@ _SIZES = (
 
 
 # Numbers of things that are built one by one; the largest published models have a tenth of them.
-MOST = {"num_hidden_layers": 2000, "first_k_dense_replace": 2000} | dict.fromkeys(
-    ("num_experts", "num_local_experts", "n_routed_experts"), 20000
-)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace"), MOST_LAYERS),
+    **dict.fromkeys((*_EXPERTS, "num_attention_heads", "num_key_value_heads"), 10_000),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
+}
+MOST_IN_ALL = 500_000  # experts of all layers
 
 
 def _check_numbers(config: Mapping[str, Any]) -> None:
@@ -475,7 +480,9 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
         found = config.get(key)
         if found is not None and (isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < 2**31):
             raise InputError(f"{key}={found!r}; expected a positive {'whole ' if key in _SIZES else ''}number")
-    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+    experts = next((config[key] for key in _EXPERTS if config.get(key)), None)
+    if (layers := config["num_hidden_layers"]) * (experts or 0) > MOST_IN_ALL:
+        raise InputError(f"{experts} experts in num_hidden_layers={layers}; expected at most {MOST_IN_ALL} in all")
     if experts is not None and (config.get("num_experts_per_tok") or 0) > experts:
         raise InputError(f"num_experts_per_tok={config['num_experts_per_tok']} of {experts} experts")
     dense = config.get("mlp_only_layers", ())
