@@ -119,7 +119,10 @@ def read_config(run: Path) -> dict[str, Any]:
         text = read_text(run / "config.yaml", most=MOST_CONFIG)
         try:
             found = _loaded(getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text))
-        except yaml.YAMLError:  # libyaml, which is fast, rejects the escape of an unpaired surrogate
+        except yaml.YAMLError:
+            if "\\u" not in text:
+                raise
+            # libyaml, which is fast, rejects the escape of an unpaired surrogate
             found = _loaded(yaml.SafeLoader(text))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
