@@ -51,7 +51,8 @@ class ChatTemplate:
             )
         try:
             # Text first, then tokens: the result of `tokenize=True` differs between transformers 4 and 5.
-            return str(self._apply(messages, tokenize=False, add_generation_prompt=generation_prompt, **options))
+            options |= {"tokenize": False, "add_generation_prompt": generation_prompt}
+            return within_limits(lambda: str(self._apply(messages, **options)))
         except Exception as error:  # templates are user code
             raise InputError(
                 f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "
@@ -61,7 +62,9 @@ class ChatTemplate:
     def ids_and_marks(self, messages: Sequence[Any], where: str, **options: Any) -> tuple[list[int], Any, list[int]]:
         """Token ids of the conversation, their (start, end) in its text, and 1 for each that the template marks as the
         assistant's."""
-        text = self.text(messages, where, generation_prompt=False, **options)
+        text = self.text(
+            messages, where, generation_prompt=False, **options
+        )  # within limits, so the second time is, too
         wanted = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         places = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
         with encodable(self._tokenizer, text, where):
@@ -69,11 +72,7 @@ class ChatTemplate:
         return found["input_ids"], found["offset_mapping"], found["assistant_masks"]
 
     def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
-        return within_limits(
-            lambda: self._tokenizer.apply_chat_template(
-                list(messages), chat_template=self._own, **options, **self._options
-            )
-        )
+        return self._tokenizer.apply_chat_template(list(messages), chat_template=self._own, **options, **self._options)
 
 
 def messages_of(value: Any, with_parts: bool = False) -> list[dict[str, Any]] | None:
