@@ -33,6 +33,9 @@ _usual = resource.getrlimit(resource.RLIMIT_AS)
 class TemplateLimit(Exception):
     """A chat template that takes too long, or too much memory."""
 
+    def __init__(self, why: str | None = None) -> None:  # None: raised by `_interrupt`
+        super().__init__(why or f"it needs more than {SECONDS:g} s")
+
 
 def within_limits(render: Callable[[], T]) -> T:
     """Call `render`, which renders one conversation. Raises TemplateLimit.
@@ -109,8 +112,4 @@ def _watch() -> None:
 def _interrupt(thread: int) -> None:
     import ctypes
 
-    class Interrupted(TemplateLimit):  # raised without arguments
-        def __str__(self) -> str:
-            return f"it needs more than {SECONDS:g} s"
-
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Interrupted))
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TemplateLimit))

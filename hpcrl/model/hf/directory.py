@@ -71,7 +71,7 @@ class Safetensors:
         self._folder = folder
         self._open: dict[str, Any] = {}
         try:
-            if (folder / INDEX).is_file():
+            if (folder / INDEX).exists():
                 found = read_json(folder / INDEX, folder)["weight_map"]
                 self._file_of = {str(name): str(file) for name, file in found.items()}
             else:
@@ -116,7 +116,7 @@ class Safetensors:
     def _file(self, name: str) -> Any:
         if name not in self._open:
             path = self._folder / name
-            if Path(name).name != name or not path.is_file():  # the index is untrusted
+            if Path(name).name != name or not path.exists():  # the index is untrusted
                 raise FileNotFoundError(f"no file {name} in {self._folder}")
             with named(path, self._folder) as opened:
                 self._open[name] = safe_open(opened, "pt")
