@@ -117,7 +117,7 @@ def own_code(folder: str, kind: str) -> str | None:
         if code:
             named = next((one for one in code if one), code) if isinstance(code, list) else code
             return (
-                f"{name} wants to run its own code {printable(str(named), one_line=True)[:100]}, which hpcrl does not"
+                f"{name} names code of its own, {printable(str(named), one_line=True)[:100]}, which hpcrl does not run"
             )
     return None
 

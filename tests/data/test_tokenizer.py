@@ -143,7 +143,7 @@ def test_python_of_a_model_is_not_run(tmp_path: Path) -> None:
     assert not trace.exists() and not list(home.rglob("own.py")) and "[y/N]" not in done.stdout
     assert done.returncode == 0, done.stderr
     for line, folder, (name, _, is_loaded) in zip(done.stdout.splitlines(), folders, cases, strict=True):
-        what = f"{folder}: {name} wants to run its own code own.Own, which hpcrl does not; convert it"
+        what = f"{folder}: {name} names code of its own, own.Own, which hpcrl does not run; convert it"
         assert line == "25" if is_loaded else line.removeprefix("model.tokenizer=").startswith(what), line
 
 
