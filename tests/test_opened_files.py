@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hpcrl"
@@ -78,27 +79,31 @@ def reads_a_file(call: ast.Call) -> bool:
     return called in WHOLE or last in BY_NAME or last == "open" and bool(modes)
 
 
-def test_files_of_others_are_opened_in_one_way() -> None:
-    found = Counter[str]()
+@cache
+def calls() -> list[tuple[str, ast.Call]]:
+    """(module, call) of the package."""
+    found = []
     for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.glob("kernels/*.py")]):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         name = path.relative_to(PACKAGE).as_posix()
-        if name != "sandbox/foreign_files.py":
-            calls = (
-                node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
-            )
-            found[name] += sum(map(reads_a_file, calls))
+        found += [(name, node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return found
+
+
+def test_files_of_others_are_opened_in_one_way() -> None:
+    found = Counter(name for name, call in calls() if reads_a_file(call))
+    del found["sandbox/foreign_files.py"]
     wrong = [
         f"hpcrl/{name} opens files in {found[name]} places, and {ELSEWHERE.get(name, (0,))[0]} are listed here: use "
         "hpcrl.sandbox.foreign_files, or say which files they are"
-        for name in sorted({*ELSEWHERE, *(+found)})
+        for name in sorted({*ELSEWHERE, *found})
         if found[name] != ELSEWHERE.get(name, (0,))[0]
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_code_of_a_model_is_allowed() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained"):
-                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                assert given.get("trust_remote_code") == "False", f"{path}:{node.lineno}: trust_remote_code=False"
+    for name, call in calls():
+        if ast.unparse(call.func).endswith(".from_pretrained"):
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            assert given.get("trust_remote_code") == "False", f"hpcrl/{name}:{call.lineno}: trust_remote_code=False"

@@ -97,7 +97,7 @@ def test_pipes_do_not_block(private: Path, tmp_path: Path) -> None:
             os.mkfifo(target)
     page, _ = report(run)
     assert "verdict.md: a pipe; it was not read" in page
-    for command in (["status"], ["samples"], ["trace"], ["scalars"]):
+    for command in (["status"], ["samples"], ["scalars"]):
         done = subprocess.run(
             [sys.executable, "-m", "hpcrl", *command, str(run)], capture_output=True, text=True, timeout=60
         )
