@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "hpcrl"
 BY_NAME = {"read_text", "read_bytes", "safe_open", "from_file", "ParquetFile", "copyfile", "copy2", "copytree"}
 BY_NAME |= {"from_pretrained", "load_file", "get_single_node"}
 WHOLE = {"h5py.File", "np.load", "torch.load", "dcp.load", "yaml.load", "yaml.safe_load", "json.load", "library.open"}
+NAMES = {"open", *BY_NAME, *(name.rpartition(".")[2] for name in WHOLE)}
 
 OWN, PROC, USERS, CHECKED, MADE = (
     "the package's own file",
@@ -81,12 +82,13 @@ def reads_a_file(call: ast.Call) -> bool:
 
 @cache
 def calls() -> list[tuple[str, ast.Call]]:
-    """(module, call) of the package."""
+    """(module, call) of the package, of functions of these names."""
     found = []
     for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.glob("kernels/*.py")]):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         name = path.relative_to(PACKAGE).as_posix()
-        found += [(name, node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+        found += [(name, node) for node in nodes if getattr(node.func, "attr", getattr(node.func, "id", "")) in NAMES]
     return found
 
 

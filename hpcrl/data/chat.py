@@ -62,9 +62,7 @@ class ChatTemplate:
     def ids_and_marks(self, messages: Sequence[Any], where: str, **options: Any) -> tuple[list[int], Any, list[int]]:
         """Token ids of the conversation, their (start, end) in its text, and 1 for each that the template marks as the
         assistant's."""
-        text = self.text(
-            messages, where, generation_prompt=False, **options
-        )  # within limits, so the second time is, too
+        text = self.text(messages, where, generation_prompt=False, **options)  # within limits, so also when marked
         wanted = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         places = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
         with encodable(self._tokenizer, text, where):

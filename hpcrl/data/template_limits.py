@@ -63,15 +63,15 @@ def within_limits(render: Callable[[], T]) -> T:
 def _enter(thread: int) -> None:
     global _is_watched, _ceiling, _measured, _usual
     with _lock:
+        if not _is_watched:
+            threading.Thread(target=_watch, name="templates", daemon=True).start()
+            _is_watched = True
         if not _running:
             if (now := time.monotonic()) - _measured > _FRESH:
                 _ceiling, _measured, _usual = _size() + MEMORY, now, resource.getrlimit(resource.RLIMIT_AS)
             if _usual[0] == resource.RLIM_INFINITY or _usual[0] > _ceiling:
                 resource.setrlimit(resource.RLIMIT_AS, (_ceiling, _usual[1]))
         _running[thread] = next(_numbers)
-        if not _is_watched:
-            _is_watched = True
-            threading.Thread(target=_watch, name="templates", daemon=True).start()
 
 
 def _leave(thread: int) -> None:

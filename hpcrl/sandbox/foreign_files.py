@@ -24,7 +24,7 @@ BUNDLED = 1 << 26  # bytes; a job's bundle has links to larger files: see `hpcrl
 MOST_TEMPLATE = 1 << 20  # bytes of a chat template
 TEMPLATES = "additional_chat_templates"  # a folder in that of a model
 READ_BY_NAME = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # what transformers opens for tokenizers and images
-MOST_NAMED = 20  # links that `left_out` names
+MOST_NAMED = 20  # lines of `left_out`
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -149,8 +149,8 @@ def check_folder(folder: Name) -> None:
 
 
 def left_out(root: Name) -> list[str]:
-    """Names of links and of special files below the folder of a run that are not read, in its order; bundles and the
-    folders of other runs in it are not searched. At most `MOST_NAMED`, and a line with the number of the others."""
+    """A line for each link and special file in the folder of a run that is not read, at most `MOST_NAMED` and one with
+    the number of the others. Bundles are not searched."""
     root, found = Path(root), list[str]()
     waiting = [root]
     while waiting:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
-from hpcrl.sandbox.foreign_files import read_bytes
+from hpcrl.sandbox.foreign_files import is_folder, read_bytes
 from hpcrl.sandbox.foreign_text import printable
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ def recorded(run: Path) -> list[int]:
     steps = recorded_steps(run)
     if not steps:
         what = f"{run / FOLDER} has no step_*.h5" if run.is_dir() else f"{run} is no folder"
+        if (run / FOLDER).is_dir() and not is_folder(run / FOLDER, run):
+            what = f"{run / FOLDER} is a link that leads out of {run}"
         raise InputError(f"{what}; expected the folder of a run that has archived a step (trainer.save_rollouts)")
     return steps
 
