@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.sandbox.foreign_files import open_file
+from hpcrl.sandbox.foreign_files import is_folder, open_file
 
 FOLDER = "tensorboard"
 MOST_BYTES = 512 * 2**20  # of a file; larger ones are not read
@@ -41,11 +41,10 @@ class EventFile:
 def event_files(run: Path) -> list[EventFile]:
     """The event files of all starts, in the order in which they were opened: also those in `attempt_<n>`, which the
     next start without a checkpoint has set aside. Files that cannot be read have no steps."""
-    paths = [*(run / FOLDER).glob("*tfevents*"), *run.glob(f"attempt_*/{FOLDER}/*tfevents*")]
-    named = ((_NAME.fullmatch(path.name), path) for path in paths)
-    return sorted(
-        (_read(path, run, int(name[1]), name[2]) for name, path in named if name), key=lambda file: file.opened
-    )
+    folders = [folder for folder in (run / FOLDER, *run.glob(f"attempt_*/{FOLDER}")) if is_folder(folder, run)]
+    named = ((_NAME.fullmatch(path.name), path) for folder in folders for path in folder.glob("*tfevents*"))
+    found = (_read(path, run, int(name[1]), name[2]) for name, path in named if name)
+    return sorted(found, key=lambda file: file.opened)
 
 
 def _read(path: Path, run: Path, opened: int, host: str) -> EventFile:
