@@ -52,7 +52,8 @@ class ChatTemplate:
         try:
             # Text first, then tokens: the result of `tokenize=True` differs between transformers 4 and 5.
             options |= {"tokenize": False, "add_generation_prompt": generation_prompt}
-            return within_limits(lambda: str(self._apply(messages, **options)))
+            template = self._own if self._own is not None else self._tokenizer.chat_template
+            return within_limits(template, lambda: str(self._apply(messages, **options)))
         except Exception as error:  # templates are user code
             raise InputError(
                 f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "

@@ -244,6 +244,7 @@ class TurnTemplate:
             *messages,
         ]
         text = within_limits(
+            self._template,
             lambda: str(
                 self._tokenizer.apply_chat_template(
                     conversation,
@@ -251,7 +252,7 @@ class TurnTemplate:
                     tokenize=False,
                     **({"add_generation_prompt": True} | self._kwargs),
                 )
-            )
+            ),
         )
         text_after = text.partition(MODEL_TURN_MARK)[2]
         between, end, rest = text_after.partition(str(self._tokenizer.eos_token))
