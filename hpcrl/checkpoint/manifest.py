@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import secrets
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from hpcrl.config.paths import expanded
+from hpcrl.sandbox.foreign_files import read_json
 
 MAX_UNSYNCED = 1 << 30  # bytes; else the last fsync, which reports no progress, would take most of a large file's time
 
@@ -135,7 +135,7 @@ def verify(folder: str | os.PathLike[str], *, with_links: bool = False) -> list[
         entries = _read(root / MANIFEST)
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"{MANIFEST} is damaged ({error})"]
     # Sizes first: hashing reads every byte, possibly terabytes.
     problems = [problem for entry in entries if (problem := _size_problem(root, *entry[:2], with_links))]
@@ -143,7 +143,7 @@ def verify(folder: str | os.PathLike[str], *, with_links: bool = False) -> list[
 
 
 def _read(manifest: Path) -> list[tuple[str, int, str]]:
-    content = json.loads(read_plain(manifest))
+    content = read_json(manifest, links=False)
     files = content["files"]
     if _hash_of_list(files) != content["xxh3_128"]:
         raise ValueError("the hash of its list of files is wrong")
@@ -152,14 +152,6 @@ def _read(manifest: Path) -> list[tuple[str, int, str]]:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ValueError(f"it lists {name}, which is outside the folder")
     return entries
-
-
-def read_plain(path: Path) -> str:
-    """Return the text of a regular file. Raises ValueError for links, pipes and devices of an untrusted folder, which
-    could block or show another file."""
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise ValueError(f"{path.name} is not a regular file")
-    return path.read_text(encoding="utf-8")
 
 
 def _size_problem(root: Path, name: str, size: int, with_links: bool) -> str | None:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hpcrl.model.shape import is_adapter
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_files import open_file, read_bytes
 
 
 def check_metadata(metadata: Any, folder: Path) -> None:
@@ -105,6 +106,7 @@ class _Window(io.RawIOBase):
         return len(data)
 
 
+MOST_METADATA = 1 << 32  # bytes
 HEADS = ("output_layer.weight", "value_head.weight", "reward_head.weight")
 
 
@@ -178,7 +180,7 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 def _same_on_all_ranks(path: Path) -> dict[str, Any]:
     """Read the state that is the same on all ranks; no pickle is executed, for any version of torch."""
     size = size_of_plain_file(path, COMMON_STATE_FNAME)
-    with open(path / COMMON_STATE_FNAME, "rb") as file:
+    with open_file(path / COMMON_STATE_FNAME, links=False) as file:
         check_archive(file, 0, size, COMMON_STATE_FNAME)
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -209,7 +211,9 @@ class _MetadataReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         folder = Path(self.path)
         size_of_plain_file(folder, ".metadata")
-        metadata = _MetadataUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+        metadata = _MetadataUnpickler(
+            io.BytesIO(read_bytes(folder / ".metadata", most=MOST_METADATA, links=False))
+        ).load()
         check_metadata(metadata, folder)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = dcp.metadata.StorageMeta()

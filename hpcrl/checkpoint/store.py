@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.checkpoint.manifest import FileEntry, read_plain, verify, write_manifest
+from hpcrl.checkpoint.manifest import FileEntry, verify, write_manifest
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_files import read_json
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class CheckpointStore:
         if self._retention.metric is None:
             return None
         with suppress(OSError, ValueError, KeyError, TypeError):
-            best = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))["best_metric"]
+            best = read_json(folder / TRAINER_FILE)["best_metric"]
             return float(best["value"]) if best["name"] == self._retention.metric else None
         return None
 
@@ -194,8 +195,8 @@ def read_trainer_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
         raise InputError(f"damaged checkpoint {folder}: {problems[0]}{more}")
     try:
-        state = json.loads(read_plain(Path(folder) / TRAINER_FILE))
-    except (OSError, ValueError, RecursionError) as error:
+        state = read_json(Path(folder) / TRAINER_FILE, links=False)
+    except (OSError, ValueError) as error:
         raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE}: {error}") from None
     if not isinstance(state, dict):
         raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE} is not a JSON object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hpcrl.config.paths import expanded, literal
 from hpcrl.config.problems import KeyPath, describe, find, validated
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import OVERRIDE, ConfigError, Node
+from hpcrl.sandbox.foreign_files import MOST_CONFIG, ForeignFileError, read_text
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = (), schema: type[Config] = Config) -> Config:
@@ -69,11 +71,11 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Node:
     if path.resolve() in {earlier.resolve() for earlier in chain}:
         raise ConfigError(f"{' extends '.join(str(p) for p in (*chain, path))}: a circle; remove one of the extends")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(os.path.realpath(path), most=MOST_CONFIG).removeprefix("\ufeff")
     except FileNotFoundError:
         raise ConfigError(f"{by}no such config file: {path}{_similar_file(path)}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{by}{path} is a directory; expected a YAML file") from None
+    except ForeignFileError as error:
+        raise ConfigError(f"{by}{path} is {error.found}; expected a YAML file of at most {MOST_CONFIG} bytes") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{by}{path}: not YAML: it is not UTF-8 text") from None
     except (OSError, ValueError) as error:

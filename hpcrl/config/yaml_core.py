@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from hpcrl.sandbox.foreign_files import check_yaml
+
 
 class ConfigError(ValueError):
     """A line for the user, or several: what was found, what was expected, what to do. The program ends with exit code
@@ -124,7 +126,13 @@ def parse(text: str, source: str, *, numbered: bool = True) -> Node:
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
-        return convert(root) if root is not None else Node(None, source)
+        if root is None:
+            return Node(None, source)
+        try:
+            check_yaml(root)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
+        return convert(root)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{place(error.problem_mark)}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:

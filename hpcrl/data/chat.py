@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.data.encoding import encodable
+from hpcrl.data.template_limits import within_limits
 from hpcrl.runtime.exits import InputError, folded
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ class ChatTemplate:
             )
         try:
             # Text first, then tokens: the result of `tokenize=True` differs between transformers 4 and 5.
-            return str(self._apply(messages, tokenize=False, add_generation_prompt=generation_prompt, **options))
+            options |= {"tokenize": False, "add_generation_prompt": generation_prompt}
+            template = self._own if self._own is not None else self._tokenizer.chat_template
+            return within_limits(template, lambda: str(self._apply(messages, **options)))
         except Exception as error:  # templates are user code
             raise InputError(
                 f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "
@@ -60,7 +63,7 @@ class ChatTemplate:
     def ids_and_marks(self, messages: Sequence[Any], where: str, **options: Any) -> tuple[list[int], Any, list[int]]:
         """Token ids of the conversation, their (start, end) in its text, and 1 for each that the template marks as the
         assistant's."""
-        text = self.text(messages, where, generation_prompt=False, **options)
+        text = self.text(messages, where, generation_prompt=False, **options)  # within limits, so also when marked
         wanted = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         places = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
         with encodable(self._tokenizer, text, where):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -12,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from hpcrl.data.pictures import BadImage, as_png, limits_of, open_picture
+from hpcrl.data.tokenizer import own_code
 from hpcrl.data.video import Video, frame_limits, video_of
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_files import check_folder, read_json
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -287,8 +288,11 @@ def _load(folder: str) -> Any:
         import transformers
 
         option = {"backend": "pil"} if int(transformers.__version__.split(".")[0]) >= 5 else {"use_fast": False}
-        processor = transformers.AutoImageProcessor.from_pretrained(folder, **option)
+        check_folder(folder)
+        processor = transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, **option)
     except Exception as error:  # transformers raises OSError, ValueError, ImportError and others alike
+        if code := own_code(folder, "AutoImageProcessor"):
+            raise InputError(f"{folder}: {code}; convert it to the preprocessor_config.json of Qwen2-VL") from None
         why = " ".join(str(error).split())[:200]
         raise InputError(
             f"{where}: {type(error).__name__}: {why}; expected an image processor; install Pillow if it is missing"
@@ -300,8 +304,7 @@ def _load(folder: str) -> Any:
 
 def _limits_of_file(where: str, processor: Any) -> Limits:
     """Pixels of a resized picture. The processor of transformers 4.57 ignores `size`, which Qwen3-VL's file has."""
-    with open(where, encoding="utf-8") as file:
-        content = json.load(file)
+    content = read_json(where)
     found = []
     for key, name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         in_size = content["size"].get(name) if isinstance(content.get("size"), dict) else None

@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import os
 import sys
 from typing import TYPE_CHECKING
 
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_files import ForeignFileError, check_folder, read_json
+from hpcrl.sandbox.foreign_text import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import ModelConfig
+
+
+PLAIN = "PreTrainedTokenizerFast"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -26,15 +30,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
     # Imported here: transformers takes seconds to import, and tools on login nodes do not need it.
     try:
+        if os.path.isdir(path):
+            check_folder(path)
         if _is_plain(path):
-            tokenizer = _plain_class().from_pretrained(path)
+            tokenizer = _plain_class().from_pretrained(path, trust_remote_code=False)
         else:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and bare Exception alike
         if not os.path.isdir(path):
             found = "no such directory, and not in the Hugging Face cache"
+        elif isinstance(error, ForeignFileError):
+            raise InputError(f"model.tokenizer={path}: {error}") from None
+        elif code := own_code(path, "AutoTokenizer"):
+            raise InputError(f"model.tokenizer={path}: {code}; convert it, so that it has a tokenizer.json") from None
         else:
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise InputError(
@@ -75,8 +85,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 @functools.cache
 def _generation_ends(folder: str) -> list[int]:
     try:
-        with open(os.path.join(folder, "generation_config.json"), encoding="utf-8") as file:
-            ids = json.load(file).get("eos_token_id")
+        ids = read_json(os.path.join(folder, "generation_config.json")).get("eos_token_id")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, AttributeError) as error:
@@ -91,10 +100,26 @@ def _is_plain(path: str) -> bool:
     """Whether the directory names the base class. AutoTokenizer finds the same after loading all model tables, which
     takes more than a second per rank."""
     try:
-        with open(os.path.join(path, "tokenizer_config.json"), encoding="utf-8") as file:
-            return json.load(file).get("tokenizer_class") == "PreTrainedTokenizerFast"
+        return read_json(os.path.join(path, "tokenizer_config.json")).get("tokenizer_class") == PLAIN
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def own_code(folder: str, kind: str) -> str | None:
+    """What Python of its own a model's directory names for an `Auto*` class of transformers, in words; None for none.
+    It is never run."""
+    for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json", "config.json"):
+        try:
+            found = read_json(os.path.join(folder, name)).get("auto_map")
+        except (OSError, ValueError, AttributeError):
+            continue
+        code = found.get(kind) if isinstance(found, dict) else found
+        if code:
+            named = next((one for one in code if one), code) if isinstance(code, list) else code
+            return (
+                f"{name} names code of its own, {printable(str(named), one_line=True)[:100]}, which hpcrl does not run"
+            )
+    return None
 
 
 def _plain_class() -> type[PreTrainedTokenizerBase]:

@@ -128,6 +128,8 @@ def vision_from_hf(config: Mapping[str, Any], rope: Mapping[str, Any], head_dim:
     return vision
 
 
+MOST_LAYERS = 2000  # of a file, because they are built one by one
+
 # As in transformers. Files leave out keys with these values, and Qwen's own in_channels.
 _IDS = {
     "image_token_id": 151655,
@@ -165,6 +167,8 @@ def _check_tower(vision: Vision) -> None:
         found = vision.tower.get(key)
         if isinstance(found, bool) or not isinstance(found, int) or not 0 < found < 2**31:
             raise InputError(f"vision_config.{key}={found!r}; expected a positive whole number")
+    if (depth := vision.tower["depth"]) > MOST_LAYERS:
+        raise InputError(f"vision_config.depth={depth}; expected at most {MOST_LAYERS}")
 
 
 def tower_tensors(vision: Vision) -> dict[str, Size]:

@@ -66,7 +66,7 @@ def on_its_ranks(config: Config, ranks: int) -> Config:
 def lengths_of_step(run: Path, step: int, row: dict[str, float], samples: int) -> Lengths:
     """Those of the archive; without one, log-normal lengths with the mean and the longest one of the metrics."""
     try:
-        found = read_samples(step_path(run / "rollouts", step), ("prompt_length", "response_length"))
+        found = read_samples(step_path(run / "rollouts", step), ("prompt_length", "response_length"), run)
         return Lengths.of_samples(found["prompt_length"].tolist(), found["response_length"].tolist())
     except ArchiveError:
         prompt = round(row.get("prompt_length/mean", 0.0))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.runtime.json_file import read_json
+from hpcrl.sandbox.foreign_files import open_file
 from hpcrl.telemetry.rank_logs import shorten
 
 MOST_BYTES = 16 * 2**20  # of one file: its end
@@ -36,8 +38,8 @@ def batch_slices(run: Path) -> list[BatchSlice]:
     found: list[BatchSlice] = []
     for path in output_files(run):
         try:
-            with open(path, "rb") as file:
-                file.seek(max(path.stat().st_size - MOST_BYTES, 0))
+            with open_file(path) as file:
+                file.seek(max(os.fstat(file.fileno()).st_size - MOST_BYTES, 0))
                 text = file.read(MOST_BYTES).decode("utf-8", errors="replace")
         except OSError:
             continue

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.sandbox.foreign_files import is_folder, open_file
+
 FOLDER = "tensorboard"
 MOST_BYTES = 512 * 2**20  # of a file; larger ones are not read
 LONGEST_RECORD = 64 * 2**20
@@ -39,16 +41,17 @@ class EventFile:
 def event_files(run: Path) -> list[EventFile]:
     """The event files of all starts, in the order in which they were opened: also those in `attempt_<n>`, which the
     next start without a checkpoint has set aside. Files that cannot be read have no steps."""
-    paths = [*(run / FOLDER).glob("*tfevents*"), *run.glob(f"attempt_*/{FOLDER}/*tfevents*")]
-    named = ((_NAME.fullmatch(path.name), path) for path in paths)
-    return sorted((_read(path, int(name[1]), name[2]) for name, path in named if name), key=lambda file: file.opened)
+    folders = [folder for folder in (run / FOLDER, *run.glob(f"attempt_*/{FOLDER}")) if is_folder(folder, run)]
+    named = ((_NAME.fullmatch(path.name), path) for folder in folders for path in folder.glob("*tfevents*"))
+    found = (_read(path, run, int(name[1]), name[2]) for name, path in named if name)
+    return sorted(found, key=lambda file: file.opened)
 
 
-def _read(path: Path, opened: int, host: str) -> EventFile:
+def _read(path: Path, run: Path, opened: int, host: str) -> EventFile:
     first: tuple[int, float] | None = None
     last: tuple[int, float] | None = None
     try:
-        for step, when in _summaries(path):
+        for step, when in _summaries(path, run):
             first = first or (step, when)
             last = max(last or first, (step, when))
     except OSError:
@@ -58,12 +61,10 @@ def _read(path: Path, opened: int, host: str) -> EventFile:
     return EventFile(path, opened, host, first[0], last[0], first[1], last[1])
 
 
-def _summaries(path: Path) -> Iterator[tuple[int, float]]:
+def _summaries(path: Path, run: Path) -> Iterator[tuple[int, float]]:
     """(step, time) of each summary of a training step, up to the first record that is torn. Those of step 0 are left
     out: it is also the step of what belongs to no step, such as the hyperparameters."""
-    if path.stat().st_size > MOST_BYTES:
-        return
-    with open(path, "rb") as file:
+    with open_file(path, run, most=MOST_BYTES) as file:
         while len(header := file.read(12)) == 12:
             (length,) = _LENGTH.unpack_from(header)
             if length > LONGEST_RECORD or len(payload := file.read(length)) < length:

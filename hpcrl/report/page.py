@@ -12,16 +12,17 @@ import html
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpcrl.sandbox.foreign_text import ERRORS
+from hpcrl.sandbox.foreign_text import ERRORS, printable
 
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "dom.js", "charts.js", "runs.js", "samples.js", "main.js")
 LICENCE = "uPlot.LICENSE"
-_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029\x7f"}
+_TO_ESCAPE = re.compile("[<>&\x7f]|[^\x00-\x7f]")  # all but ASCII is looked up
 
 
 def render(data: Mapping[str, Any], title: str) -> bytes:
@@ -34,7 +35,7 @@ def render(data: Mapping[str, Any], title: str) -> bytes:
     )
     parts = {
         "POLICY": html.escape(policy),
-        "TITLE": html.escape(title),
+        "TITLE": html.escape(printable(title, one_line=True)),
         "STYLE": style,
         "DATA": json_in_html(data),
         "SCRIPT": script,
@@ -45,8 +46,16 @@ def render(data: Mapping[str, Any], title: str) -> bytes:
 
 
 def json_in_html(data: Any) -> str:
-    """JSON without the characters that could end a script element, or a line of one."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
+    """JSON without the characters that could end a script element, and those that `printable` shows by other ones."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _TO_ESCAPE.sub(lambda found: _escaped(found[0]), text)
+
+
+@cache
+def _escaped(character: str) -> str:
+    if character not in "<>&\x7f" and printable(character) == character:
+        return character
+    return json.dumps(character)[1:-1] if not character.isascii() else f"\\u{ord(character):04x}"
 
 
 def _joined(names: tuple[str, ...]) -> str:

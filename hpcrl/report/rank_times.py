@@ -35,20 +35,20 @@ def rank_times(run: Path, slow: Sequence[int], notes: list[str]) -> list[RankTim
     found: list[RankTimes] = []
     left = MOST_BYTES
     for rank in sorted(chosen, key=lambda rank: (rank not in slow, rank)):
-        left -= paths[rank].stat().st_size
+        left -= paths[rank].lstat().st_size
         if left < 0:
             notes.append(f"busy time: traces of {len(chosen) - len(found)} ranks are not read, which are too large")
             break
-        times = _read(rank, paths[rank], notes)
+        times = _read(rank, paths[rank], run, notes)
         if times.busy:
             found.append(times)
     return sorted(found, key=lambda times: times.rank)
 
 
-def _read(rank: int, path: Path, notes: list[str]) -> RankTimes:
+def _read(rank: int, path: Path, run: Path, notes: list[str]) -> RankTimes:
     times = RankTimes(rank, "")
     try:
-        for record in read_records(path, lambda line: None):
+        for record in read_records(path, lambda line: None, run):
             step = decode(record | {"events": b""})
             if not step.is_rest:
                 times.busy[step.step] = max(step.ended - step.began - step.waited, 0.0)

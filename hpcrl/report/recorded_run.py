@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from hpcrl.report.event_files import event_files
 from hpcrl.runtime import rank_status
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.json_file import read_json
+from hpcrl.sandbox.foreign_files import is_folder, left_out, parse_json, read_text
 from hpcrl.telemetry.rank_logs import (
     LEVELS,
     MOST_BYTES,
@@ -123,6 +123,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
     config = flatten(read_config(folder))
     if not config:
         notes.append("config.yaml: missing or damaged")
+    notes += left_out(folder)
     return RecordedRun(
         name=log.name,
         folder=folder.absolute(),
@@ -166,10 +167,10 @@ def _log_lines(folder: Path, notes: list[str]) -> tuple[list[LogLine], list[LogL
     for rank, path in files.items():
         try:
             most = min(MOST_BYTES, left)
-            size = path.stat().st_size
+            size = path.lstat().st_size
             if size > most:
                 notes.append(f"{path.name}: only the last {most / 2**20:.0f} of {size / 2**20:.0f} MiB were read")
-            lines = list(read_log(rank, path, most))
+            lines = list(read_log(rank, path, folder, most))
         except OSError as error:
             notes.append(f"{path.name} cannot be read: {error.strerror}")
             continue
@@ -186,8 +187,8 @@ def _log_lines(folder: Path, notes: list[str]) -> tuple[list[LogLine], list[LogL
 def last_sign(folder: Path) -> tuple[str, bool]:
     """When the run last wrote a heartbeat or metrics, in words, and whether that is recent enough for a running
     one. Copies of a run may have the times of the copy."""
-    paths = [folder / "metrics.jsonl", *(folder / rank_status.FOLDER).glob("rank_*")]
-    changed = max((path.stat().st_mtime for path in paths if path.exists()), default=None)
+    paths = [folder / "metrics.jsonl", *_heartbeats(folder)]
+    changed = max((path.lstat().st_mtime for path in paths if path.is_file()), default=None)
     if changed is None:
         return NO_SIGN, False
     age = time.time() - changed
@@ -200,10 +201,15 @@ def last_sign(folder: Path) -> tuple[str, bool]:
 NO_SIGN = "no exit code, no heartbeat and no metrics"
 
 
+def _heartbeats(folder: Path) -> Iterator[Path]:
+    place = folder / rank_status.FOLDER
+    yield from place.glob("rank_*") if is_folder(place, folder) else ()
+
+
 def _hosts(folder: Path) -> str:
     """Nodes of the last attempt, from its heartbeats."""
     hosts = set()
-    for path in (folder / rank_status.FOLDER).glob("rank_*"):
+    for path in _heartbeats(folder):
         number = path.name.removeprefix("rank_")
         beat = rank_status.read_heartbeat(path.parent, int(number)) if number.isdigit() else None
         if beat is not None:
@@ -214,29 +220,31 @@ def _hosts(folder: Path) -> str:
 
 def _hangs(folder: Path) -> Iterator[str]:
     try:
-        yield shorten((folder / VERDICT).read_text(encoding="utf-8", errors="replace"), 50_000)
+        yield shorten(read_text(folder / VERDICT, errors="replace"), 50_000)
     except OSError:
         return
 
 
 def _stragglers(folder: Path) -> Iterator[Straggler]:
     try:
-        text = (folder / STRAGGLERS).read_text(encoding="utf-8", errors="replace")
+        text = read_text(folder / STRAGGLERS, errors="replace")
     except OSError:
         return
     for line in text.split("\n"):
         try:
-            found = json.loads(line)
+            found = parse_json(line)
             step, rank, ratio = int(found["step"]), int(found["rank"]), float(found["ratio"])
             yield Straggler(step, rank, str(found["node"]), str(found["phase"]), ratio)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             continue  # the last line of a run that continues may be torn
 
 
 def _checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
-    found = sorted(path for path in (folder / "checkpoints").glob("step_*") if path.name[5:].isdigit())
+    place = folder / "checkpoints"
+    paths = place.glob("step_*") if is_folder(place, folder) else ()
+    found = sorted(path for path in paths if path.name[5:].isdigit() and is_folder(path, folder))
     for path in found[-MOST_CHECKPOINTS:]:
-        files = read_json(path / "manifest.json", {}).get("files")
+        files = read_json(path / "manifest.json", {}, folder).get("files")
         try:
             gib = sum(int(entry["bytes"]) for entry in files) / 2**30
         except (TypeError, KeyError, ValueError):

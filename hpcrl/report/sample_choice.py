@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
 
 from hpcrl.report.charts import evenly_spaced, number
+from hpcrl.sandbox.foreign_files import ForeignFileError
 from hpcrl.sandbox.foreign_text import ERRORS
-from hpcrl.telemetry.archive import ArchiveError, step_path
+from hpcrl.telemetry.archive import ArchiveError, open_archive, step_path
 from hpcrl.telemetry.rank_logs import shorten
 from hpcrl.telemetry.samples import FOLDER, Sample, read_step_samples, recorded_steps
 from hpcrl.telemetry.untrusted_hdf5 import column, member
@@ -49,9 +49,11 @@ def read_scores(run: Path, step: int) -> ScoresOfStep:
     """Read two columns of a step's archive. Raises ArchiveError, one line."""
     path = step_path(run / FOLDER, step)
     try:
-        with h5py.File(path, "r") as file:
+        with open_archive(path, run) as file:
             samples = member(file, "samples")
             scores, uids = column(samples, "score").astype(np.float64), column(samples, "uid")
+    except ForeignFileError as error:
+        raise ArchiveError(str(error)) from None
     except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ArchiveError(f"{path}: not a whole rollout archive ({error})") from error
     if len(scores) != len(uids):

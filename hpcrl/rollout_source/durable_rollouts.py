@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from hpcrl.checkpoint.manifest import MANIFEST
+from hpcrl.sandbox.foreign_files import read_bytes
 from hpcrl.telemetry.archive import generation_logs
 
 log = logging.getLogger(__name__)
@@ -68,4 +69,4 @@ def origin_of(start_weights: Path | None) -> str:
     manifest = start_weights / MANIFEST if start_weights is not None else None
     if manifest is None or not manifest.is_file():
         return str(start_weights)
-    return blake2b(manifest.read_bytes(), digest_size=16).hexdigest()
+    return blake2b(read_bytes(manifest), digest_size=16).hexdigest()

@@ -28,6 +28,7 @@ from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.json_file import replace_json
 from hpcrl.runtime.run_folder import make_directory
+from hpcrl.sandbox.foreign_files import read_json
 from hpcrl.sandbox.new_files import draft_of, open_to_append
 from hpcrl.telemetry.progress import PhaseTimers
 
@@ -69,7 +70,7 @@ class SamplingJob(Job):
         source = self.start.init_from
         if source is None or is_hugging_face(source):
             return 0
-        return int(json.loads((source / TRAINER_FILE).read_text(encoding="utf-8"))["step"])
+        return int(read_json(source / TRAINER_FILE)["step"])
 
     def main(self) -> int:
         from hpcrl.workers.team import build_team, read_generation_inputs

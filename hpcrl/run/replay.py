@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.json_file import replace_json
+from hpcrl.sandbox.foreign_files import MOST_CONFIG, read_json, read_text
 from hpcrl.telemetry.agreement import Agreement, compare_archives, compare_metrics
 from hpcrl.telemetry.archive import read_samples, step_path
 from hpcrl.telemetry.runlog import read_run
@@ -95,8 +95,7 @@ def job_of(run: Path, overrides: Sequence[str]) -> str:
     file = job_file(path, overrides)
     if file is not None:
         return file
-    with open(path, encoding="utf-8") as lines:
-        named = re.fullmatch(r"# hpcrl (\w+)\n", lines.readline())
+    named = re.match(r"# hpcrl (\w+)\n", read_text(path, most=MOST_CONFIG))
     return named[1] if named else str(_saved(run).get("job", "train"))
 
 
@@ -315,7 +314,7 @@ def _saved(run: Path) -> dict[str, Any]:
     """The trainer.json of a checkpoint of the run, not verified; {} if there is none."""
     for _, folder in CheckpointStore(run / "checkpoints").listed():
         with suppress(OSError, ValueError):
-            state = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))
+            state = read_json(folder / TRAINER_FILE)
             if isinstance(state, dict):
                 return state
     return {}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 from hpcrl.runtime import run_owner
+from hpcrl.runtime.json_file import read_json
 from hpcrl.sandbox.foreign_text import ERRORS, writable
 from hpcrl.sandbox.process_tree import STOP_SIGNALS
 
@@ -124,11 +125,7 @@ class Runner:
         return found if found.get("code") not in (None, DONE, REQUEUE) and not self._is_lost() else None
 
     def _exit_json(self) -> dict[str, Any]:
-        try:
-            found = json.loads((self._folder / "exit.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_json(self._folder / "exit.json", {})
 
     def _end(self, code: Any, details: dict[str, Any]) -> None:
         """Queue the event of the run's end; events that still wait are dropped."""

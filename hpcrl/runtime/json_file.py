@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hpcrl.sandbox import foreign_files
 from hpcrl.sandbox.new_files import draft_of
 
 
-def read_json(path: Path, absent: Any) -> Any:
-    """Contents of the file; `absent` if it is missing or damaged, or holds a value of another type."""
+def read_json(path: Path, absent: Any, root: Path | None = None) -> Any:
+    """Contents of the file, which is inside `root`; `absent` if it is missing or damaged, or holds a value of another
+    type."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = foreign_files.read_json(path, root)
     except (OSError, ValueError):
         return absent
     return found if isinstance(found, type(absent)) else absent

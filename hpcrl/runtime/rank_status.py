@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from hpcrl.sandbox.foreign_files import read_json
+
 FOLDER = "heartbeat"  # below the run directory
 BLOCK = 640  # bytes; each heartbeat overwrites the one before in one call
 LONGEST_NAME = 64  # characters
@@ -108,7 +110,7 @@ def write_heartbeat(folder: Path, heartbeat: Heartbeat) -> None:
 def read_heartbeat(folder: Path, rank: int) -> Heartbeat | None:
     """A rank's last heartbeat, or None if there is no file or only a part of one."""
     try:
-        return Heartbeat(**json.loads(heartbeat_path(folder, rank).read_bytes()))
+        return Heartbeat(**read_json(heartbeat_path(folder, rank), most=2 * BLOCK))
     except (OSError, ValueError, TypeError):
         return None
 

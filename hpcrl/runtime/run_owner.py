@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from hpcrl.runtime.launcher import SQUEUE_TIMEOUT, node_name
-from hpcrl.sandbox import fork_server
+from hpcrl.sandbox import foreign_files, fork_server
 from hpcrl.sandbox.process_identity import boot_id, pid_namespace, process_runs, started_at
 
 FOLDER = "owner"  # below the run directory
@@ -107,7 +107,7 @@ class Owner:
     def from_bytes(cls, block: bytes) -> Owner | None:
         """None for a damaged record."""
         try:
-            found = json.loads(block)
+            found = foreign_files.parse_json(block)
             owner = cls(**{field.name: found[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError):
             return None
@@ -171,7 +171,7 @@ def newest(folder: Path) -> Found | None:
         if not numbers:
             return None
         with suppress(FileNotFoundError):  # a later owner has removed it meanwhile
-            with open(_path(folder, max(numbers)), "rb") as file:
+            with foreign_files.open_file(_path(folder, max(numbers)), folder) as file:
                 return Found(max(numbers), file.read(4 * BLOCK))
 
 

@@ -34,6 +34,7 @@ from hpcrl.config.schema import Config
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.run_folder import close_to_others, make_directory
+from hpcrl.sandbox.foreign_files import open_file, read_text
 
 BUNDLE = "bundle"
 MAX_COPIED = 64 << 20  # bytes; larger files are links, hashed in place
@@ -197,6 +198,8 @@ def _relative(path: Path) -> Path:
 def _stage(source: Path, target: Path) -> None:
     start, end = (source, target) if source.is_dir() else (source.parent, target.parent)
     for path in _files(source):
+        if source.is_dir():
+            open_file(path, source).close()  # a link in a model of others could lead to a private file
         destination = end / path.relative_to(start)
         destination.parent.mkdir(parents=True, exist_ok=True)
         if destination.exists():
@@ -244,6 +247,6 @@ def _modules(folder: Path) -> Iterator[Path]:
 
 def _manifest(bundle: Path) -> str | None:
     try:
-        return (bundle / MANIFEST).read_text(encoding="utf-8")
+        return read_text(bundle / MANIFEST)
     except OSError:
         return None

@@ -127,7 +127,7 @@ def _left(queued: Queued | None, progress: Progress, state: str) -> str:
 def last_warning(run: Path) -> str:
     """Time and first line of the last warning or error of hpcrl in rank 0's log; "" if there is none in its end."""
     try:
-        lines = list(read_log(0, run / "logs" / "rank_00000.log", LOG_BYTES))
+        lines = list(read_log(0, run / "logs" / "rank_00000.log", run, LOG_BYTES))
     except OSError:
         return ""
     for line in reversed(lines):

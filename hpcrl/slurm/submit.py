@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -21,6 +20,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.run_folder import check as check_folder
 from hpcrl.runtime.run_folder import close_to_others, make_directory
+from hpcrl.sandbox.foreign_files import read_json
 from hpcrl.slurm import bundle, chain
 from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
@@ -45,7 +45,7 @@ def check_slice(job: JobConfig, run_dir: Path) -> None:
             "before; use a longer job.time or a smaller job.signal_seconds"
         )
     try:
-        measured = json.loads((run_dir / TIMES).read_text(encoding="utf-8"))
+        measured = read_json(run_dir / TIMES)
         parts = {name: float(measured[f"{name}_s"]) for name in ("setup", "step", "save")}
     except (OSError, ValueError, KeyError, TypeError):
         return

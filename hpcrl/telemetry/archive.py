@@ -19,16 +19,17 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import stat
 import struct
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgpack
 import numpy as np
 
+from hpcrl.sandbox.foreign_files import ForeignFileError, named, open_file, read_bytes
 from hpcrl.sandbox.foreign_text import ERRORS
 
 if TYPE_CHECKING:
@@ -59,10 +60,13 @@ class RecordLog:
         self._file.close()
 
 
-def read_records(path: str | os.PathLike[str], report: Callable[[str], None]) -> Iterator[Record]:
-    """Yield the whole records of a log. Everything from the first torn or damaged record on is dropped and reported."""
+def read_records(
+    path: str | os.PathLike[str], report: Callable[[str], None], root: Path | None = None
+) -> Iterator[Record]:
+    """Yield the whole records of a log inside `root`, None: of its folder. Everything from the first torn or damaged
+    record on is dropped and reported. Raises OSError."""
     count = good_end = 0
-    for record, end in whole_records(path):
+    for record, end in whole_records(path, root):
         yield record
         count, good_end = count + 1, end
     size = os.path.getsize(path)
@@ -73,10 +77,10 @@ def read_records(path: str | os.PathLike[str], report: Callable[[str], None]) ->
         )
 
 
-def whole_records(path: str | os.PathLike[str]) -> Iterator[tuple[Record, int]]:
+def whole_records(path: str | os.PathLike[str], root: Path | None = None) -> Iterator[tuple[Record, int]]:
     """Yield (record, byte after it) until the first one that is not whole."""
-    start, size = 0, os.path.getsize(path)
-    with open(path, "rb") as file:
+    with open_file(path, root) as file:
+        start, size = 0, os.fstat(file.fileno()).st_size
         while len(header := file.read(_HEADER.size)) == _HEADER.size:
             length, crc = _HEADER.unpack(header)
             start += _HEADER.size + length
@@ -187,7 +191,7 @@ class PictureFolder:
     def read(self, name: str) -> bytes:
         """Raises ArchiveError if it is not there."""
         try:
-            return (self._folder / name).read_bytes()
+            return read_bytes(self._folder / name, self._folder.parent)
         except OSError as error:
             raise ArchiveError(f"{self._folder / name}: {error.strerror or error}; expected a picture") from None
 
@@ -285,27 +289,38 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_samples(path: str | os.PathLike[str], names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+def read_samples(
+    path: str | os.PathLike[str], names: Collection[str] | None = None, root: Path | None = None
+) -> dict[str, np.ndarray]:
     """Return the sample columns only, those of `names` or all; otherwise as `read_step`."""
-    return read_step(path, names=(), sample_names=names)[1]
+    return read_step(path, names=(), sample_names=names, root=root)[1]
+
+
+@contextmanager
+def open_archive(path: str | os.PathLike[str], root: Path | None = None) -> Iterator[h5py.File]:
+    """Context with an archive inside `root`; None: its folder. Raises OSError."""
+    import h5py
+
+    with named(path, root) as name, h5py.File(name, "r") as file:
+        yield file
 
 
 def read_step(
-    path: str | os.PathLike[str], names: Collection[str] | None = None, sample_names: Collection[str] | None = None
+    path: str | os.PathLike[str],
+    names: Collection[str] | None = None,
+    sample_names: Collection[str] | None = None,
+    root: Path | None = None,
 ) -> tuple[Columns, dict[str, np.ndarray], dict[str, int]]:
     """Return (token columns, sample columns, attributes); strings are object arrays of `str`.
 
     `names`: the token columns to read; a "?" at the end marks an optional one; None: all. `sample_names`: the sample
-    columns; None: all. Raises ArchiveError for a missing or damaged file, or one of another format.
+    columns; None: all. root: the folder that the file is inside; None: its own. Raises ArchiveError for a missing or
+    damaged file, or one of another format.
     """
-    import h5py
-
     from hpcrl.telemetry.untrusted_hdf5 import column, member
 
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ArchiveError(f"{path}: not a file")
-        with h5py.File(path, "r") as file:
+        with open_archive(path, root) as file:
             if file.attrs.get("schema") != SCHEMA:
                 raise ArchiveError(
                     f"{path}: schema {file.attrs.get('schema')} where {SCHEMA} is expected; not a rollout archive "
@@ -323,6 +338,8 @@ def read_step(
         raise
     except FileNotFoundError:
         raise ArchiveError(f"{path}: no such rollout file") from None
+    except ForeignFileError as error:
+        raise ArchiveError(str(error)) from None
     except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ArchiveError(f"{path}: not a whole rollout archive ({error})") from error
     _check_lengths(path, tokens, samples)

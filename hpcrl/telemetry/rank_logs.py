@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpcrl.sandbox.foreign_files import is_folder, open_file
+
 MOST_BYTES = 16 * 2**20  # of one log that are read: its end
 MOST_BYTES_IN_ALL = 128 * 2**20
 LONGEST_TEXT = 2000  # characters of one line that are kept
@@ -44,13 +46,15 @@ class WarningGroup:
 
 def log_files(run: Path) -> dict[int, Path]:
     """Rank -> its log."""
-    named = ((_NAME.fullmatch(path.name), path) for path in (run / "logs").glob("rank_*.log"))
+    folder = run / "logs"
+    paths = folder.glob("rank_*.log") if is_folder(folder, run) else ()
+    named = ((_NAME.fullmatch(path.name), path) for path in paths)
     return dict(sorted((int(name[1]), path) for name, path in named if name))
 
 
-def read_log(rank: int, path: Path, most: int = MOST_BYTES) -> Iterator[LogLine]:
-    """The lines of a log, of its last `most` bytes. Raises OSError."""
-    with open(path, "rb") as file:
+def read_log(rank: int, path: Path, root: Path, most: int = MOST_BYTES) -> Iterator[LogLine]:
+    """The lines of a log inside `root`, of its last `most` bytes. Raises OSError."""
+    with open_file(path, root) as file:
         size = file.seek(0, 2)
         file.seek(max(size - most, 0))
         lines = file.read(most).decode("utf-8", errors="replace").split("\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -10,7 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.sandbox.foreign_files import is_folder, open_file, parse_json, read_text
+
 TAIL_BYTES = 1 << 17  # about 30 steps
+MOST_BYTES = 1 << 30  # of metrics.jsonl
 
 
 class RunError(ValueError):
@@ -74,9 +76,13 @@ def last_rows(path: str | os.PathLike[str], count: int) -> dict[int, dict[str, f
             return read_run(path).rows
         except RunError:
             return {}
-    size, length = file.stat().st_size, TAIL_BYTES
+    length = TAIL_BYTES
     while True:
-        rows = _rows(_tail(file, length))
+        try:
+            size = file.stat().st_size
+            rows = _rows(_tail(file, length))
+        except OSError:
+            return {}
         if len(rows) >= count or length >= size:
             return dict(sorted(rows.items()))
         length *= 4
@@ -84,7 +90,7 @@ def last_rows(path: str | os.PathLike[str], count: int) -> dict[int, dict[str, f
 
 def _tail(path: Path, length: int) -> str:
     """The last `length` bytes of a file as text."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         file.seek(max(os.fstat(file.fileno()).st_size - length, 0))
         return file.read(length).decode("utf-8", errors="replace")
 
@@ -96,12 +102,12 @@ def _sources(place: Path) -> Iterable[Path]:
         if (place / "metrics.jsonl").exists():
             yield place / "metrics.jsonl"
         for folder in (place / "tensorboard", place):
-            if any(folder.glob("*tfevents*")):
+            if is_folder(folder, place) and any(folder.glob("*tfevents*")):
                 yield folder
 
 
 def _read_jsonl(path: Path) -> dict[int, dict[str, float]]:
-    return _rows(path.read_text(encoding="utf-8", errors="replace"))
+    return _rows(read_text(path, most=MOST_BYTES, errors="replace"))
 
 
 def _rows(text: str) -> dict[int, dict[str, float]]:
@@ -109,7 +115,7 @@ def _rows(text: str) -> dict[int, dict[str, float]]:
     for line in text.splitlines():
         # The last line of a running or a killed run may be torn, and the first one of a file's end.
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             step = record.pop("step")
             values = {key: math.nan if value is None else float(value) for key, value in record.items()}
         except (ValueError, KeyError, AttributeError, TypeError):
@@ -122,6 +128,8 @@ def _rows(text: str) -> dict[int, dict[str, float]]:
 def _read_events(path: Path) -> dict[int, dict[str, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    for file in path.glob("*tfevents*") if path.is_dir() else (path,):
+        open_file(file, path.parent).close()  # the package opens it by its name
     events = EventAccumulator(str(path), size_guidance={"scalars": 0})
     events.Reload()
     rows: dict[int, dict[str, float]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.sandbox.foreign_files import is_folder, parse_json
 from hpcrl.telemetry.archive import ArchiveError, read_step, step_path
 from hpcrl.telemetry.token_text import TokenText, token_text_of
 
@@ -58,7 +58,10 @@ class Sample:
 
 def recorded_steps(run: Path) -> list[int]:
     """The steps whose samples are archived, in ascending order; [] without an archive. Files are not opened."""
-    names = (_STEP.fullmatch(path.name) for path in (Path(run) / FOLDER).glob("step_*.h5"))
+    folder = Path(run) / FOLDER
+    if not is_folder(folder, run):
+        return []
+    names = (_STEP.fullmatch(path.name) for path in folder.glob("step_*.h5"))
     return sorted(int(name[1]) for name in names if name)
 
 
@@ -81,7 +84,9 @@ class StepArchive:
         """Raises ArchiveError, as `read_step_samples`."""
         self.path = step_path(Path(run) / FOLDER, step)
         self._step = step
-        self._tokens, self.columns, _ = read_step(self.path, ("input_ids", *(f"{name}?" for name in TOKENS.values())))
+        self._tokens, self.columns, _ = read_step(
+            self.path, ("input_ids", *(f"{name}?" for name in TOKENS.values())), root=Path(run)
+        )
         if not self.columns:
             return
         missing = {"uid", "prompt_length", "response_length", "score"} - self.columns.keys()
@@ -160,8 +165,8 @@ class StepArchive:
     def _parts(self, index: int) -> dict[str, Any]:
         found = {name: float(self._value(index, name, math.nan)) for name in SCORES}
         try:
-            extras = json.loads(self._value(index, "extras", "{}"))
-        except (ValueError, TypeError, RecursionError):
+            extras = parse_json(self._value(index, "extras", "{}"))
+        except (ValueError, TypeError):
             extras = {}
         parts = {name: number for name, number in found.items() if not math.isnan(number)}
         return parts | (extras if isinstance(extras, dict) else {})

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.sandbox.foreign_files import MOST_CONFIG, check_yaml, read_bytes, read_text
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -98,7 +100,7 @@ def token_text_of(run: Path) -> TokenText:
         from tokenizers import Tokenizer
 
         try:
-            return TokenText(Tokenizer.from_file(str(file)))
+            return TokenText(Tokenizer.from_buffer(read_bytes(file, run if run in file.parents else folder)))
         except Exception as error:  # the package raises bare Exception
             log.warning("%s cannot be read (%s)", file, " ".join(str(error).split())[:200])
     name = f"model.tokenizer={recorded}" if recorded else "config.yaml, which names none,"
@@ -114,14 +116,25 @@ def read_config(run: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = (run / "config.yaml").read_text(encoding="utf-8")
+        text = read_text(run / "config.yaml", most=MOST_CONFIG)
         try:
-            found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except yaml.YAMLError:  # libyaml, which is fast, rejects the escape of an unpaired surrogate
-            found = yaml.load(text, Loader=yaml.SafeLoader)
-    except (OSError, ValueError, yaml.YAMLError):
+            found = _loaded(getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text))
+        except yaml.YAMLError:
+            if "\\u" not in text:
+                raise
+            # libyaml, which is fast, rejects the escape of an unpaired surrogate
+            found = _loaded(yaml.SafeLoader(text))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _loaded(loader: Any) -> Any:
+    root = loader.get_single_node()
+    if root is None:
+        return None
+    check_yaml(root)
+    return loader.construct_document(root)
 
 
 def tokenizer_folders(run: Path, config: Mapping[str, Any], recorded: Any) -> Iterator[Path]:

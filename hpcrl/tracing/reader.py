@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcrl.sandbox.foreign_files import parse_json, read_text
 from hpcrl.telemetry.archive import read_records
 from hpcrl.tracing.clocks import Alignment
 from hpcrl.tracing.records import FOLDER, StepRecord, TraceError, decode
@@ -78,6 +78,7 @@ class TraceFiles:
     """The trace of a run. Files may be missing or torn; `report` gets a line for each problem."""
 
     def __init__(self, run: Path, report: Callable[[str], None] = lambda line: None) -> None:
+        self._run = run
         self._paths = {
             int(path.stem.removeprefix("rank_")): path
             for path in sorted((run / FOLDER).glob("rank_*.log"))
@@ -165,7 +166,7 @@ class TraceFiles:
 
         path = self._paths[rank]
         try:
-            for record in read_records(path, report):
+            for record in read_records(path, report, self._run):
                 yield decode(record | {"events": b""} if is_index else record)
         except (OSError, TraceError) as error:
             report(f"{path}: {error}")
@@ -189,12 +190,12 @@ def stragglers_of(run: Path, step: int) -> list[dict]:
     """What `stragglers.jsonl` says of ranks that were found to be slow at the end of this step."""
     found = []
     try:
-        lines = (run / STRAGGLERS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_text(run / STRAGGLERS_FILE, errors="replace").splitlines()
     except OSError:
         return []
     for line in lines:
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             if entry["step"] == step and isinstance(entry["rank"], int):
                 found.append(entry)
         except (ValueError, KeyError, TypeError):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.sandbox.foreign_files import is_folder, read_bytes
 from hpcrl.sandbox.foreign_text import printable
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ def recorded(run: Path) -> list[int]:
     steps = recorded_steps(run)
     if not steps:
         what = f"{run / FOLDER} has no step_*.h5" if run.is_dir() else f"{run} is no folder"
+        if (run / FOLDER).is_dir() and not is_folder(run / FOLDER, run):
+            what = f"{run / FOLDER} is a link that leads out of {run}"
         raise InputError(f"{what}; expected the folder of a run that has archived a step (trainer.save_rollouts)")
     return steps
 
@@ -169,17 +172,15 @@ def chosen_steps(steps: Sequence[int], text: str | None) -> list[int]:
 def may_have_uid(run: Path, step: int, uid: str) -> bool:
     """Whether a step has the uid, or is damaged. Small files are searched for its bytes, because archives are not
     compressed and reading a column takes several milliseconds; of others that column is read."""
-    import h5py
-
-    from hpcrl.telemetry.archive import ArchiveError, read_samples, step_path
+    from hpcrl.telemetry.archive import ArchiveError, open_archive, read_samples, step_path
     from hpcrl.telemetry.samples import FOLDER
 
     path = step_path(run / FOLDER, step)
     try:
-        if path.stat().st_size <= SMALL and uid.encode() not in path.read_bytes():
-            h5py.File(path).close()  # OSError for a half-copied file
-            return False
-        found = read_samples(path, ("uid",))["uid"]
+        if path.stat().st_size <= SMALL and uid.encode() not in read_bytes(path, run):
+            with open_archive(path, run):  # OSError for a half-copied file
+                return False
+        found = read_samples(path, ("uid",), run)["uid"]
     except (ArchiveError, OSError):
         return True  # `open_step` reports it
     return any(one.startswith(uid) and matches(one, uid) for one in map(str, found.tolist()))

@@ -35,6 +35,7 @@ from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
+from hpcrl.sandbox.foreign_files import read_text
 from hpcrl.sandbox.foreign_text import writable
 from hpcrl.workers.model_worker import DTYPES
 from hpcrl.workers.rollout import native_engine
@@ -267,7 +268,7 @@ def draw_weights(weights: Mapping[str, Tensor], shape: ModelShape, own: Sequence
 def name_of(folder: Path) -> str:
     """A name for the weights in a checkpoint or a Hugging Face directory, without reading them."""
     if (folder / MANIFEST).is_file():
-        return answer_key((folder / MANIFEST).read_text(encoding="utf-8"))
+        return answer_key(read_text(folder / MANIFEST))
     files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
     return answer_key(*(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -150,6 +151,9 @@ def test_overrides_that_are_none(tmp_path: Path, override: str) -> None:
     assert refusal(write(tmp_path, ""), override).startswith(f"found the override {override!r}; expected key=value")
 
 
+BOMB = "".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9) if n else 1}]\n" for n in range(13))
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -167,10 +171,23 @@ def test_overrides_that_are_none(tmp_path: Path, override: str) -> None:
         ("extends: job.yaml", "job.yaml extends job.yaml: a circle"),
         ("extends: jb.yaml", "job.yaml extends jb.yaml: no such config file: jb.yaml; did you mean job.yaml?"),
         ("extends: .", "is a directory; expected a YAML file"),
+        ("extends: /dev/zero", "job.yaml extends /dev/zero: /dev/zero is a device; expected a YAML file"),
+        ("run: " + "[" * 200_000, "job.yaml: nested too deeply"),
+        (BOMB, "job.yaml: its aliases stand for more than 200000 values; write them out"),
     ],
 )  # fmt: skip
 def test_wrong_files(tmp_path: Path, text: str, line: str) -> None:
     assert line in refusal(write(tmp_path, text))
+
+
+def test_a_pipe_and_a_large_file_are_not_read_and_a_link_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "is a pipe; expected a YAML file" in refusal(tmp_path / "pipe.yaml")
+    assert "extends pipe.yaml: pipe.yaml is a pipe" in refusal(write(tmp_path, "extends: pipe.yaml"))
+    assert "is 1048577 bytes; expected a YAML file" in refusal(write(tmp_path, " " * (2**20 + 1)))
+    other = write(tmp_path, "run: {seed: 7}", "shared.yaml").rename(tmp_path.parent / f"{tmp_path.name}.yaml")
+    (tmp_path / "mine.yaml").symlink_to(other)
+    assert load_config(write(tmp_path, "extends: mine.yaml")).run.seed == 7
 
 
 def test_error_names_the_file_that_said_it(tmp_path: Path) -> None:

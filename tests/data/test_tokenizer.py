@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -87,3 +90,89 @@ def test_a_response_ends_with_each_id_that_generation_config_names(tmp_path: Pat
         ends("names", '{"eos_token_id": "a"}')
     with pytest.raises(InputError, match=r"broken/generation_config.json cannot be read"):
         ends("broken", "{")
+
+
+RUNS_CODE = """
+import pathlib
+pathlib.Path({trace!r}).touch()
+from transformers import PreTrainedTokenizerFast, AutoImageProcessor
+class Own(PreTrainedTokenizerFast):
+    pass
+"""
+LOADS = """
+import sys
+from hpcrl.data.images import ImageProcessor
+from hpcrl.data.tokenizer import load_tokenizer
+from hpcrl.runtime.exits import InputError
+for folder in sys.argv[1:]:
+    try:
+        if folder.endswith("pictures"):
+            print(ImageProcessor.of_model(folder, None, None))
+        else:
+            print(len(load_tokenizer(folder)))
+    except InputError as error:
+        print(error)
+"""
+AUTO = {"AutoTokenizer": ["own.Own", None], "AutoConfig": "own.Own", "AutoImageProcessor": "own.Own"}
+TOKENIZER, PICTURES = "tokenizer_config.json", "preprocessor_config.json"
+
+
+def test_python_of_a_model_is_not_run(tmp_path: Path) -> None:
+    """Even if standard input agrees to it. Where a class of transformers does as well, that one is taken."""
+    trace, home = tmp_path / "it ran", tmp_path / "home"  # where transformers copies the code to
+    cases: list[tuple[str, dict[str, Any], bool]] = [
+        (TOKENIZER, {"auto_map": AUTO, "tokenizer_class": "Own"}, False),
+        (TOKENIZER, {"auto_map": ["own.Own", "own.Own"], "tokenizer_class": "OwnTokenizer"}, False),
+        (TOKENIZER, {"auto_map": AUTO}, True),
+        ("config.json", {"auto_map": AUTO, "model_type": "own", "architectures": ["Own"]}, True),
+        ("processor_config.json", {"auto_map": AUTO, "processor_class": "Own"}, True),
+        (PICTURES, {"auto_map": AUTO, "image_processor_type": "Own"}, False),
+    ]
+    folders = []
+    for number, (name, config, _) in enumerate(cases):
+        folder = tmp_path / f"{number} {'pictures' if name == PICTURES else 'text'}"
+        shutil.copytree(SHIPPED, folder)
+        found = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(found | config))
+        (folder / "own.py").write_text(RUNS_CODE.format(trace=str(trace)))
+        folders.append(str(folder))
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, *folders],
+        input="y\n" * 99, capture_output=True, text=True, timeout=200, env={**os.environ, "HF_HOME": str(home)},
+    )  # fmt: skip
+    assert not trace.exists() and not list(home.rglob("own.py")) and "[y/N]" not in done.stdout
+    assert done.returncode == 0, done.stderr
+    for line, folder, (name, _, is_loaded) in zip(done.stdout.splitlines(), folders, cases, strict=True):
+        what = f"{folder}: {name} names code of its own, own.Own, which hpcrl does not run; convert it"
+        assert line == "25" if is_loaded else line.removeprefix("model.tokenizer=").startswith(what), line
+
+
+def test_a_file_that_is_a_link_or_a_pipe_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "private.json").write_text(json.dumps({"chat_template": "private"}))
+    for number, (name, make) in enumerate(
+        (
+            ("tokenizer.json", lambda path: path.symlink_to(tmp_path / "private.json")),
+            ("chat_template.jinja", os.mkfifo),
+            ("special_tokens_map.json", os.mkfifo),
+            ("additional_chat_templates/a.jinja", lambda path: path.symlink_to(tmp_path / "private.json")),
+            ("vocab.txt", lambda path: path.symlink_to("/dev/zero")),
+        )
+    ):
+        folder = tmp_path / str(number)
+        shutil.copytree(SHIPPED, folder)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        with pytest.raises(InputError) as error:
+            load_tokenizer(str(folder))
+        assert f"{folder / name}: a " in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_tokenizer_in_the_hub_cache(tmp_path: Path) -> None:
+    blobs, folder = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    for number, path in enumerate(SHIPPED.iterdir()):
+        shutil.copyfile(path, blobs / str(number))
+        (folder / path.name).symlink_to(f"../../blobs/{number}")
+    assert len(load_tokenizer(str(folder))) == 25

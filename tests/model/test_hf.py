@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -238,3 +240,64 @@ def test_a_truncated_shard_is_named_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"{shard.name}: .*; expected .* in it") as caught:
             Safetensors(tmp_path).check(shape)
         assert "\n" not in str(caught.value)
+
+
+def test_a_model_in_the_hub_cache(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    shape, _ = saved(tmp_path / "own", lambda tensors: None)
+    blobs, folder = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "1"
+    blobs.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    for number, path in enumerate((tmp_path / "own").iterdir()):
+        path.rename(blobs / f"{number:x}")
+        (folder / path.name).symlink_to(f"../../blobs/{number:x}")
+    assert read_shape(folder) == shape
+    open_weights(folder, shape)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parents[1] / "private")])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "shard"])
+def test_a_pipe_or_a_link_in_place_of_a_file(name: str, make: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    shape, _ = saved(tmp_path / "theirs", lambda tensors: None)
+    name = next((tmp_path / "theirs").glob("model-*")).name if name == "shard" else name
+    path = tmp_path / "theirs" / name
+    path.rename(tmp_path / "private")
+    make(path)
+    with pytest.raises(InputError, match=f"{name}: a (pipe|link that leads out of .*cp -L)") as caught:
+        read_shape(tmp_path / "theirs")
+        Safetensors(tmp_path / "theirs").check(shape)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", {"num_hidden_layers": 10**9}),
+        ("llama", {"num_attention_heads": 2**30, "num_key_value_heads": 2**30}),
+        ("qwen3-moe", {"num_experts": 2 * 10**9}),
+        ("mixtral", {"num_local_experts": 9000, "num_hidden_layers": 1900}),
+        ("deepseek-v3", {"first_k_dense_replace": 10**9}),
+    ],
+)
+def test_numbers_that_would_take_for_ever(name: str, change: dict[str, int]) -> None:
+    config = make_model(name).config.to_dict() | change
+    with pytest.raises(InputError, match=rf"{next(iter(change))}={next(iter(change.values()))}|9000 experts in"):
+        shape_from_hf(config)
+
+
+def test_the_largest_published_models_are_below_the_bounds() -> None:
+    """Layers and heads of Llama 3.1 405B, layers and experts of Qwen3."""
+    config = make_model("llama").config.to_dict()
+    heads = {"num_attention_heads": 128, "num_key_value_heads": 8, "hidden_size": 16384, "num_hidden_layers": 126}
+    assert shape_from_hf(config | heads | {"head_dim": 128}).num_layers == 126
+    config = make_model("qwen3-moe").config.to_dict()
+    assert shape_from_hf(config | {"num_local_experts": 512, "num_hidden_layers": 94}).num_experts == 512
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '{"num_hidden_layers": 1' + "0" * 5000 + "}"])
+def test_a_config_that_is_nested_or_long_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match="config.json cannot be read") as caught:
+        read_shape(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -309,5 +309,5 @@ def test_an_archive_from_a_stranger_shows_no_other_file_and_fills_no_memory(
 
 def test_a_pipe_is_no_archive(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step_00000001.h5")
-    with pytest.raises(ArchiveError, match="not a file"):
+    with pytest.raises(ArchiveError, match="a pipe; expected a regular file"):
         read_step(tmp_path / "step_00000001.h5")

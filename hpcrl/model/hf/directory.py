@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -19,6 +18,7 @@ from hpcrl.model.hf.files import INDEX, SINGLE, differing, slices, stack_of
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_files import named, read_json
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import ModelConfig
@@ -71,12 +71,12 @@ class Safetensors:
         self._folder = folder
         self._open: dict[str, Any] = {}
         try:
-            if (folder / INDEX).is_file():
-                found = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            if (folder / INDEX).exists():
+                found = read_json(folder / INDEX, folder)["weight_map"]
                 self._file_of = {str(name): str(file) for name, file in found.items()}
             else:
                 self._file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise InputError(f"{folder}: {error}; expected {SINGLE} or {INDEX} beside {CONFIG}") from error
 
     def check(self, shape: ModelShape) -> None:
@@ -116,9 +116,10 @@ class Safetensors:
     def _file(self, name: str) -> Any:
         if name not in self._open:
             path = self._folder / name
-            if Path(name).name != name or not path.is_file():  # the index is untrusted
+            if Path(name).name != name or not path.exists():  # the index is untrusted
                 raise FileNotFoundError(f"no file {name} in {self._folder}")
-            self._open[name] = safe_open(self._folder / name, "pt")
+            with named(path, self._folder) as opened:
+                self._open[name] = safe_open(opened, "pt")
         return self._open[name]
 
     @contextmanager

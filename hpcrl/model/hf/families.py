@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,10 +11,12 @@ from typing import Any
 from hpcrl.model.hf.defaults import window_of, with_defaults
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
-from hpcrl.model.vision import VISION_TOKENS, vision_from_hf
+from hpcrl.model.vision import MOST_LAYERS, VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_files import read_json
 
 CONFIG = "config.json"
+MOST_BYTES = 1 << 22  # of it
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -27,7 +28,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of `folder`."""
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path, folder, most=MOST_BYTES)
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}); use a directory written by save_pretrained()") from error
     if not isinstance(config, dict):
@@ -458,14 +459,30 @@ _SIZES = (
 )
 
 
+# Numbers of things that are built one by one; the largest published models have a tenth of them.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace"), MOST_LAYERS),
+    **dict.fromkeys((*_EXPERTS, "num_attention_heads", "num_key_value_heads"), 10_000),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
+}
+MOST_IN_ALL = 500_000  # experts of all layers
+
+
 def _check_numbers(config: Mapping[str, Any]) -> None:
     """Validate the numbers, because the file is untrusted."""
+    for key, most in MOST.items():
+        found = config.get(key)
+        if isinstance(found, int) and found > most:
+            raise InputError(f"{key}={found}; expected at most {most}")
     for key in (*_SIZES, "rms_norm_eps", "initializer_range", "routed_scaling_factor"):
         kinds = (int,) if key in _SIZES else (int, float)
         found = config.get(key)
         if found is not None and (isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < 2**31):
             raise InputError(f"{key}={found!r}; expected a positive {'whole ' if key in _SIZES else ''}number")
-    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+    experts = next((config[key] for key in _EXPERTS if config.get(key)), None)
+    if (layers := config["num_hidden_layers"]) * (experts or 0) > MOST_IN_ALL:
+        raise InputError(f"{experts} experts in num_hidden_layers={layers}; expected at most {MOST_IN_ALL} in all")
     if experts is not None and (config.get("num_experts_per_tok") or 0) > experts:
         raise InputError(f"num_experts_per_tok={config['num_experts_per_tok']} of {experts} experts")
     dense = config.get("mlp_only_layers", ())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from hpcrl.model.hf.families import CONFIG, LANGUAGE_MODEL, family_of, hf_config
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Box, Shard, shards
 from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter
+from hpcrl.sandbox.foreign_files import open_file, read_json
 
 
 class Span(NamedTuple):
@@ -194,20 +194,21 @@ def write_beside(
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     config: dict[str, Any] = hf_config(shape)
     if like is not None:
-        config = json.loads((like / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(like / CONFIG, like)
         if config.get("num_nextn_predict_layers"):
             config["num_nextn_predict_layers"] = 0  # their weights are neither read nor trained
     for key in ("dtype", "torch_dtype"):  # the newer and the older name
         config[key] = dtype
     generation: dict[str, Any] = {}
     if like is not None and (like / GENERATION).is_file():
-        generation = json.loads((like / GENERATION).read_text(encoding="utf-8"))
+        generation = read_json(like / GENERATION, like)
     if tokenizer is not None:
         config |= tokenizer.token_ids
         generation |= tokenizer.token_ids
         for name in TOKENIZER:
             if (tokenizer.folder / name).is_file():
-                shutil.copyfile(tokenizer.folder / name, folder / name)
+                with open_file(tokenizer.folder / name, tokenizer.folder) as source:
+                    (folder / name).write_bytes(source.read())
         if tokenizer.chat_template is not None:
             (folder / CHAT_TEMPLATE).write_text(tokenizer.chat_template, encoding="utf-8")
     _write_json(folder / CONFIG, config)

@@ -18,8 +18,9 @@ function el(tag, attributes, ...children) {
 
 /** Text in which characters that cannot be seen, or that reorder others, have a visible form. */
 function visible(text) {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g, (found) => {
-    const code = found.charCodeAt(0);
+  return text.replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, (found) => {
+    if ("\n\t\u200c\u200d".includes(found)) return found; // joiners are parts of emoji and of words
+    const code = found.codePointAt(0);
     return code < 0x20 ? String.fromCharCode(0x2400 + code) : "\\u" + code.toString(16).padStart(4, "0");
   });
 }

@@ -11,6 +11,7 @@ import numpy as np
 from hpcrl.data.images import Entry, Kind, Source
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import truncate
+from hpcrl.data.template_limits import within_limits
 from hpcrl.rollout.protocol import (
     Completion,
     FinishReason,
@@ -242,13 +243,16 @@ class TurnTemplate:
             {"role": "assistant", "content": MODEL_TURN_MARK},
             *messages,
         ]
-        text = str(
-            self._tokenizer.apply_chat_template(
-                conversation,
-                chat_template=self._template,
-                tokenize=False,
-                **({"add_generation_prompt": True} | self._kwargs),
-            )
+        text = within_limits(
+            self._template,
+            lambda: str(
+                self._tokenizer.apply_chat_template(
+                    conversation,
+                    chat_template=self._template,
+                    tokenize=False,
+                    **({"add_generation_prompt": True} | self._kwargs),
+                )
+            ),
         )
         text_after = text.partition(MODEL_TURN_MARK)[2]
         between, end, rest = text_after.partition(str(self._tokenizer.eos_token))

@@ -1,0 +1,114 @@
+"""Files of others are opened by `hpcrl.sandbox.foreign_files`; every place that reads other files is listed here."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "hpcrl"
+BY_NAME = {"read_text", "read_bytes", "safe_open", "from_file", "ParquetFile", "copyfile", "copy2", "copytree"}
+BY_NAME |= {"from_pretrained", "load_file", "get_single_node"}
+WHOLE = {"h5py.File", "np.load", "torch.load", "dcp.load", "yaml.load", "yaml.safe_load", "json.load", "library.open"}
+NAMES = {"open", *BY_NAME, *(name.rpartition(".")[2] for name in WHOLE)}
+
+OWN, PROC, USERS, CHECKED, MADE = (
+    "the package's own file",
+    "/proc and /sys",
+    "a file that the user names for this job",
+    "checked by foreign_files before",
+    "a file that this job made",
+)
+ELSEWHERE = {  # module -> how many places, and which files
+    "checkpoint/manifest.py": (4, f"{CHECKED}, or {MADE}: hashed"),
+    "checkpoint/sharded_load.py": (2, CHECKED),
+    "checkpoint/store.py": (1, "flushed, not read"),
+    "cli.py": (1, OWN),
+    "config/yaml_core.py": (1, "text that was read"),
+    "controller/profiler.py": (2, MADE),
+    "data/images.py": (1, CHECKED),
+    "data/judge_prompts.py": (1, USERS),
+    "data/pictures.py": (1, f"{USERS}: a regular file"),
+    "data/row_file.py": (5, USERS),
+    "data/source_files.py": (3, USERS),
+    "data/template_limits.py": (1, PROC),
+    "data/tokenizer.py": (2, CHECKED),
+    "jobs/score.py": (1, MADE),
+    "kernels/onednn.py": (1, PROC),
+    "model/hf/directory.py": (1, CHECKED),
+    "predict/machine.py": (1, USERS),
+    "report/page.py": (3, OWN),
+    "run/inference.py": (2, MADE),
+    "run/predicted.py": (1, PROC),
+    "run/ref_logps.py": (1, MADE),
+    "runtime/check_job.py": (3, MADE),
+    "runtime/events.py": (1, MADE),
+    "runtime/gpus.py": (1, PROC),
+    "runtime/measure.py": (2, f"{MADE}; {PROC}"),
+    "runtime/run_folder.py": (2, PROC),
+    "runtime/watchdog.py": (1, MADE),
+    "sandbox/isolation.py": (2, PROC),
+    "sandbox/new_files.py": (1, "appended to, not read"),
+    "sandbox/process_identity.py": (2, PROC),
+    "sandbox/process_tree.py": (4, PROC),
+    "sandbox/temporary_files.py": (2, f"{PROC}; {MADE}"),
+    "sandbox/worker.py": (1, PROC),
+    "slurm/bundle.py": (3, f"{OWN}; {USERS}; {MADE}"),
+    "slurm/site.py": (1, USERS),
+    "telemetry/archive.py": (2, f"{CHECKED}; flushed, not read"),
+    "telemetry/token_table.py": (1, MADE),
+    "telemetry/token_text.py": (1, "text that was read"),
+    "telemetry/tracker_wandb.py": (1, MADE),
+    "telemetry/trackers.py": (2, MADE),
+    "telemetry/writer.py": (1, MADE),
+    "tracing/clocks.py": (1, PROC),
+    "workers/verdict_cache.py": (1, MADE),
+}
+
+
+def reads_a_file(call: ast.Call) -> bool:
+    """Whether a call opens a file to read it, other than by `foreign_files`."""
+    name, called = call.func, ast.unparse(call.func)
+    last = called.rpartition(".")[2]
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    texts = [node.value for it in given for node in ast.walk(it) if isinstance(node, ast.Constant)]
+    modes = [text for text in texts if isinstance(text, str) and text and set(text) <= set("rwaxbt+")]
+    if called == "os.open":
+        return not any(word in ast.unparse(call) for word in ("O_WRONLY", "O_PATH", "os.devnull"))
+    if any(mode[0] in "wax" or mode == "r+" for mode in modes):
+        return False
+    if isinstance(name, ast.Name):  # `read_text` and `read_bytes` are then those of `foreign_files`
+        return called == "open" or called in BY_NAME - {"read_text", "read_bytes"}
+    return called in WHOLE or last in BY_NAME or last == "open" and bool(modes)
+
+
+@cache
+def calls() -> list[tuple[str, ast.Call]]:
+    """(module, call) of the package, of functions of these names."""
+    found = []
+    for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.glob("kernels/*.py")]):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        name = path.relative_to(PACKAGE).as_posix()
+        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+        found += [(name, node) for node in nodes if getattr(node.func, "attr", getattr(node.func, "id", "")) in NAMES]
+    return found
+
+
+def test_files_of_others_are_opened_in_one_way() -> None:
+    found = Counter(name for name, call in calls() if reads_a_file(call))
+    del found["sandbox/foreign_files.py"]
+    wrong = [
+        f"hpcrl/{name} opens files in {found[name]} places, and {ELSEWHERE.get(name, (0,))[0]} are listed here: use "
+        "hpcrl.sandbox.foreign_files, or say which files they are"
+        for name in sorted({*ELSEWHERE, *found})
+        if found[name] != ELSEWHERE.get(name, (0,))[0]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_code_of_a_model_is_allowed() -> None:
+    for name, call in calls():
+        if ast.unparse(call.func).endswith(".from_pretrained"):
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            assert given.get("trust_remote_code") == "False", f"hpcrl/{name}:{call.lineno}: trust_remote_code=False"
