@@ -51,7 +51,11 @@ class RankListener:
         self._num_rejected = 0
 
     def accept(self) -> list[socket.socket]:
-        """Accept all ranks, stop listening, and return their connections, in no order."""
+        """Accept all ranks, stop listening, and return their connections, in no order.
+
+        A rank continues at once, because it may have to forward in MPI what others need to connect; but the last one
+        continues when nothing listens any more.
+        """
         ranks: list[socket.socket] = []
         with self._selector, self._listener:
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -61,15 +65,15 @@ class RankListener:
                         self._accept_one()
                     elif key.fd in self._newcomers and self._has_secret(self._newcomers[key.fd]):
                         ranks.append(self._remove(key.fd))
+                        if len(ranks) < self._count:
+                            _welcome(ranks[-1])
                 while (oldest := next(iter(self._newcomers.values()), None)) and oldest.give_up < time.monotonic():
                     self._reject(oldest)
             for newcomer in list(self._newcomers.values()):
                 self._reject(newcomer)
         if self._num_rejected > MOST_WARNINGS:
             log.warning("closed %d connections to rank 0 that did not send this job's secret", self._num_rejected)
-        for rank in ranks:
-            with suppress(OSError):  # it has ended
-                rank.sendall(WELCOME)
+        _welcome(ranks[-1])
         return ranks
 
     def _accept_one(self) -> None:
@@ -114,9 +118,14 @@ class RankListener:
         return connection
 
 
+def _welcome(rank: socket.socket) -> None:
+    with suppress(OSError):  # it has ended
+        rank.sendall(WELCOME)
+
+
 def connect(address: Address, secret: bytes) -> socket.socket:
-    """Connect this rank to rank 0. Returns once all ranks are connected. Retries, because rank 0 closes the oldest
-    connections where processes without the secret open many.
+    """Connect this rank to rank 0. Retries, because rank 0 closes the oldest connections where processes without the
+    secret open many.
 
     Raises RuntimeError if rank 0 has ended, or does not answer.
     """

@@ -122,8 +122,9 @@ def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
     environ.setdefault("HF_HUB_OFFLINE", "1")
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if on_one_node(environ):
-        # otherwise MPICH and NCCL listen on the address of the outside network
+        # otherwise MPICH and NCCL listen on the address of the outside network; shared memory reaches all ranks
         environ.setdefault("UCX_NET_DEVICES", "lo")
+        environ.setdefault("UCX_TLS", "^tcp")
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
@@ -236,7 +237,7 @@ def start_torch(
     host = listening_host(one_node) if comm.rank == 0 else None
     store = C10dStore.open(comm, host)
     key_value_store = open_key_value_store(comm, host)
-    if timeout is None:  # with NCCL torch opens more connections to the store, for each group
+    if timeout is None:  # NCCL's process groups open connections of their own, also later
         store.close_to_others(comm)
     if stop is not None:
         stop.connect(key_value_store)

@@ -1,4 +1,4 @@
-"""A job beside a second user who attacks it from before its start until its end: its metrics stay the same, bit for bit."""
+"""A job beside a second user who attacks it from before its start until its end: its metrics stay the same."""
 
 from __future__ import annotations
 
