@@ -1,7 +1,8 @@
 """`hpcrl check --job`: whether the nodes and links of an allocation can run a job, in less than a minute.
 
-Runs on all ranks of the job, under srun or mpiexec like the job. The exit code is 1 if something is wrong. With
---machine it also measures the machine, if nothing is wrong with it.
+Runs on all ranks of the job, under srun or mpiexec like the job. If nothing is wrong, torch is started as in the job,
+and the table has the addresses where the processes listen. The exit code is 1 if something is wrong. With --machine
+it also measures the machine, if nothing is wrong with it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class OpenedSockets:
 
     def __init__(self) -> None:
         self._found: dict[str, Listener] = {}
-        for pid, name in launchers():
+        for pid, name in reversed(list(launchers())):  # the inner ones inherit sockets
             with suppress(OSError):  # of root, as Slurm's
                 self._note(name, listening(pid))
         self.note("the launcher")

@@ -15,6 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,8 @@ class C10dStore:
         for connection, own, peer in connections():
             if own == self.address and peer not in ranks:
                 named.append(peer_of(connection) if len(named) < MOST_NAMED else "...")
-                connection.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError):  # it has ended
+                    connection.shutdown(socket.SHUT_RDWR)
         if named:
             who = ", ".join(named[: MOST_NAMED + 1])
             log.warning("closed %d connections to torch's store that are not of this job, from %s", len(named), who)
