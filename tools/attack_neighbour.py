@@ -38,7 +38,8 @@ from typing import NamedTuple
 import checkout  # noqa: F401
 import psutil
 
-from hpcrl.runtime.sockets import Address, listening
+from hpcrl.runtime.listeners import LAUNCHERS
+from hpcrl.runtime.sockets import Address, addresses_of_listening, socket_inodes
 
 PAUSE = 0.005  # seconds between two attacks
 TICK = 0.05  # seconds between two looks at the job's processes
@@ -186,10 +187,7 @@ class Attacker:
         path = self._path()
         if path is None:
             return "nothing there"
-        with suppress(IsADirectoryError):
-            path.read_bytes()
-            return DONE
-        os.listdir(path)
+        os.listdir(path) if path.is_dir() else path.read_bytes()
         return DONE
 
     def send_signal(self) -> str:
@@ -199,8 +197,8 @@ class Attacker:
     def read_proc(self) -> str:
         name = self._draw.choice(("environ", "mem", "maps", "fd"))
         path = Path(f"/proc/{self._draw.choice(self.target.pids)}/{name}")
-        os.listdir(path) if name == "fd" else path.read_bytes()
-        return DONE
+        found = os.listdir(path) if name == "fd" else path.read_bytes()
+        return DONE if found else "nothing there"  # of a process that ends
 
     def _connect(self) -> socket.socket:
         return socket.create_connection(self._draw.choice(self.target.ports), timeout=0.2)
@@ -224,19 +222,22 @@ def _string(text: str) -> bytes:
     return struct.pack("=Q", len(text.encode())) + text.encode()
 
 
-def find_target(roots: list[int]) -> Target:
+def find_target(roots: list[int], with_launcher: bool) -> Target:
     """The processes `roots` and their descendants, without this one, and where they listen."""
-    pids, ports = set(), set()
+    family: dict[int, psutil.Process] = {}
     for root in roots:
         with suppress(psutil.NoSuchProcess):
-            family = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
-            pids |= {member.pid for member in family}
-    pids -= {os.getpid(), *(child.pid for child in psutil.Process().children())} - set(roots)
-    for pid in pids:
-        with suppress(OSError):
-            ports |= set(listening(pid).values())
+            family |= {one.pid: one for one in (psutil.Process(root), *psutil.Process(root).children(recursive=True))}
+    mine = {os.getpid(), *(child.pid for child in psutil.Process().children())} - set(roots)
+    sockets: dict[bool, set[str]] = {True: set(), False: set()}
+    for pid in family.keys() - mine:
+        with suppress(OSError, psutil.NoSuchProcess):
+            sockets[family[pid].name() in LAUNCHERS] |= socket_inodes(pid)
+    # processes of a job inherit the launcher's sockets
+    inodes = sockets[False] | sockets[True] if with_launcher else sockets[False] - sockets[True]
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-    return Target(sorted(pids), sorted({(here.get(host, host), port) for host, port in ports}))
+    ports = {(here.get(host, host), port) for host, port in addresses_of_listening(inodes).values()}
+    return Target(sorted(family.keys() - mine), sorted(ports))
 
 
 def leave_root(user: str) -> None:
@@ -294,6 +295,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--user", default="nobody", help="user of the attacks, where this one is root")
     parser.add_argument("--pids", type=int, nargs="*", default=[], help="processes to attack, with their descendants")
+    parser.add_argument("--launcher", action="store_true", help="attack mpiexec's port too, which may stop the job")
     parser.add_argument("--folders", type=Path, nargs="*", default=[], help="folders to attack")
     parser.add_argument("--seconds", type=float, default=600.0, help="the longest time")
     parser.add_argument("--seed", type=int, default=0)
@@ -310,7 +312,7 @@ def main() -> int:
     roots = [*options.pids, *([job.pid] if job is not None else [])]
     give_up = time.monotonic() + options.seconds
     while time.monotonic() < give_up and (job is None or job.poll() is None):
-        target = find_target(roots)
+        target = find_target(roots, options.launcher)
         if not target.pids:
             break
         os.write(targets, json.dumps(target).encode() + b"\n")

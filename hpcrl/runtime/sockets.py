@@ -30,17 +30,27 @@ class Entry(NamedTuple):
 
 def listening(pid: int | str) -> dict[str, Address]:
     """Inode -> address of the process's TCP sockets that listen, and of all its UDP sockets. Raises OSError."""
-    own = set()
+    return addresses_of_listening(socket_inodes(pid), pid)
+
+
+def addresses_of_listening(inodes: set[str], pid: int | str = "self") -> dict[str, Address]:
+    """As `listening`, of the sockets `inodes` in the process's network namespace."""
+    return {
+        entry.inode: _decode(entry.local)
+        for entry in entries(pid)
+        if entry.inode in inodes and (entry.state == LISTENS or entry.table.startswith("udp"))
+    }
+
+
+def socket_inodes(pid: int | str) -> set[str]:
+    """The process's sockets. Raises OSError."""
+    found = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it is closed by now
             kind, _, inode = str(descriptor.readlink()).partition(":")
             if kind == "socket":
-                own.add(inode.strip("[]"))
-    return {
-        entry.inode: _decode(entry.local)
-        for entry in entries(pid)
-        if entry.inode in own and (entry.state == LISTENS or entry.table.startswith("udp"))
-    }
+                found.add(inode.strip("[]"))
+    return found
 
 
 def connections() -> Iterator[tuple[socket.socket, Address, Address]]:
