@@ -432,7 +432,7 @@ def listener_findings(nodes: Sequence[Node], listeners: Sequence[Listener]) -> I
         if len(nodes) == 1 and not group.is_loopback:
             wrong = f"{group.owner} listens for other nodes too, though the job is on one; see docs/security.md"
         yield Finding("listens", str(group), wrong, needed=False)
-    yield Finding("listens", "rank 0 for the key-value store, until all ranks are connected")
+    yield Finding("listens", "rank 0, until all ranks are connected")
 
 
 def bundle_findings(folder: str, verify: Callable[[str], list[str]]) -> Iterator[Finding]:

@@ -6,14 +6,12 @@ torch.distributed keeps there.
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import logging
+import os
 import resource
 import secrets
 import socket
-import struct
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,19 +31,17 @@ log = logging.getLogger(__name__)
 # an address reserved for documentation, which takes the default route; then private networks, for nodes without one
 PROBES = ("192.0.2.1", "10.0.0.1", "172.16.0.1", "192.168.0.1")
 STORE_OPTIONS: dict[str, Any] = {"timeout": timedelta(minutes=10), "wait_for_workers": False}
-SO_ATTACH_FILTER = 26
-DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a classic BPF program: keep 0 bytes of each packet
-ACCEPT_SECONDS = 5.0  # for torch's thread to accept the connections that the kernel has made
 MOST_NAMED = 8  # peers in a warning
 
 
 @dataclass(frozen=True)
 class C10dStore:
-    """The store. connection: this rank's, below a prefix that other processes cannot guess. listener: on rank 0."""
+    """The store. connection: this rank's, below a prefix that other processes cannot guess. listener: the descriptor on
+    rank 0; torch closes it."""
 
     connection: Store
     address: Address
-    listener: socket.socket | None
+    listener: int | None
 
     @classmethod
     def open(cls, comm: MPI.Intracomm, host: str | None) -> C10dStore:
@@ -62,31 +58,23 @@ class C10dStore:
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two connections of every rank end here
             # the port is open before its number is sent, so that no other process can take it in between
-            listener = socket.create_server((host, 0), backlog=1024)
-            address, secret = listener.getsockname(), secrets.token_hex(16)
-            options = {"is_master": True, "master_listen_fd": listener.dup().detach(), **STORE_OPTIONS}
-            store = TCPStore(*address, comm.size, **options)
+            opened = socket.create_server((host, 0), backlog=1024)
+            address, secret, listener = opened.getsockname(), secrets.token_hex(16), opened.detach()
+            store = TCPStore(*address, comm.size, is_master=True, master_listen_fd=listener, **STORE_OPTIONS)
         address, secret = broadcast_object(comm, (address, secret))
         if comm.rank != 0:
             store = TCPStore(*address, comm.size, is_master=False, **STORE_OPTIONS)
         return cls(PrefixStore(f"hpcrl/{secret}", store), address, listener)
 
     def close_to_others(self, comm: MPI.Intracomm) -> None:
-        """Accept no connections any more, and end those that no rank has opened. Collective.
-
-        The listening socket stays, because torch's thread waits for it, but the kernel drops what arrives there.
-        """
+        """Stop listening, and end connections that no rank has opened. Collective."""
         ends = [own for _, own, peer in connections() if peer == self.address]
         ranks = {end for found in all_gather_object(comm, ends) for end in found}
         if self.listener is None:
             return
-        with self.listener:
-            program = ctypes.create_string_buffer(DROP_ALL)
-            place = struct.pack("HP", 1, ctypes.addressof(program))
-            self.listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, place)
-            give_up = time.monotonic() + ACCEPT_SECONDS
-            while _num_pending(self.listener) and time.monotonic() < give_up:
-                time.sleep(1e-3)
+        with socket.socket() as unused:
+            # torch has no call for this: its thread keeps the descriptor, on which nothing arrives any more
+            os.dup2(unused.fileno(), self.listener, inheritable=False)
         if not ranks <= {peer for _, own, peer in connections() if own == self.address}:
             log.warning("some ranks reach torch's store from other addresses than their own; no connection is closed")
             return
@@ -99,11 +87,6 @@ class C10dStore:
         if named:
             who = ", ".join(named[: MOST_NAMED + 1])
             log.warning("closed %d connections to torch's store that are not of this job, from %s", len(named), who)
-
-
-def _num_pending(listener: socket.socket) -> int:
-    """Connections that the kernel has made and the process has not accepted: tcpi_unacked of struct tcp_info."""
-    return int(struct.unpack_from("I", listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28), 24)[0])
 
 
 def listening_host(one_node: bool) -> str:

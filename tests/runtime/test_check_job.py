@@ -130,7 +130,6 @@ def test_what_listens_is_listed(run: Callable[..., Ended], tmp_path: Path) -> No
     found = re.findall(rf"^. listens +(\S.*?) on {here}, ([\d.]+), port (\d+(?:, \d+)*)$", ended.stdout, re.M)
     assert [(owner, host, ports.count(",")) for owner, host, ports in found] == [
         ("mpiexec", "0.0.0.0", 0),
-        ("torch's store", "127.0.0.1", 0),
         ("gloo", "127.0.0.1", 1),
     ]
     assert ended.stdout.count("note: listens: mpiexec listens for other nodes too") == 1
