@@ -78,7 +78,7 @@ class C10dStore:
         if not ranks <= {peer for _, own, peer in connections() if own == self.address}:
             log.warning("some ranks reach torch's store from other addresses than their own; no connection is closed")
             return
-        named = []
+        named: list[str] = []
         for connection, own, peer in connections():
             if own == self.address and peer not in ranks:
                 named.append(peer_of(connection) if len(named) < MOST_NAMED else "...")
