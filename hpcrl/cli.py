@@ -266,15 +266,15 @@ def check_job(config: str | None, overrides: list[str], machine: str | None, rou
 
         save_machine = partial(measured.save, machine)
 
-    def folder() -> str:
+    def job() -> tuple[str, str]:
         if machine:
             measured.check_target(machine)
         if config is None:
-            return ""
+            return "", "mpi_host"
         run = load_job("train").read_config(config, overrides).run
-        return str(Path(run.dir, run.name))
+        return str(Path(run.dir, run.name)), run.c10d_backend
 
-    check_job.main(folder, partial(verify, with_links=True), save_machine, rounds)
+    check_job.main(job, partial(verify, with_links=True), save_machine, rounds)
 
 
 def submit(arguments: list[str]) -> NoReturn:

@@ -29,7 +29,7 @@ from hpcrl.grid.groups import make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.run.saver import Saver
-from hpcrl.runtime.store import KeyValueStore
+from hpcrl.runtime.key_value_store import KeyValueStore
 from hpcrl.runtime.world import finish, start_mpi, start_torch
 from hpcrl.sandbox import fork_server
 from hpcrl.telemetry.progress import PhaseTimers

@@ -175,7 +175,7 @@ class Executor:
         self.wire.send(Notification(self.wire.rank, value), to=0, tag=RESULTS)
 
     def publish(self, key: str, text: str) -> None:
-        """Publish a string to rank 0 through the c10d store. Safe from any thread."""
+        """Publish a string to rank 0 in the key-value store. Safe from any thread."""
         self.world.key_value_store.set(key, text)
 
     def broadcast(self, layout: Layout, value: Any) -> Any:

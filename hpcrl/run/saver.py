@@ -22,8 +22,8 @@ from hpcrl.model.shape import Lora
 from hpcrl.plan.state import ITEMSIZE
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.key_value_store import KeyValueStore
 from hpcrl.runtime.spans import spans
-from hpcrl.runtime.store import KeyValueStore
 from hpcrl.telemetry.progress import PhaseTimers
 
 if TYPE_CHECKING:

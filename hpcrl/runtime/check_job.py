@@ -1,7 +1,8 @@
 """`hpcrl check --job`: whether the nodes and links of an allocation can run a job, in less than a minute.
 
-Runs on all ranks of the job, under srun or mpiexec like the job. The exit code is 1 if something is wrong. With
---machine it also measures the machine, if nothing is wrong with it.
+Runs on all ranks of the job, under srun or mpiexec like the job. If nothing is wrong, torch is started as in the job,
+and the table has the addresses where the processes listen. The exit code is 1 if something is wrong. With --machine
+it also measures the machine, if nothing is wrong with it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from hpcrl.runtime import exits
 from hpcrl.runtime.check import GIB, Finding, report
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name, version_of
+from hpcrl.runtime.listeners import Listener, OpenedSockets, grouped
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively, wait, wait_all
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.store import own_address
 from hpcrl.runtime.watchdog import format_ranks
-from hpcrl.runtime.world import abort, finish, finish_with_error, set_torch_precision, start_mpi, start_torch
+from hpcrl.runtime.world import World, abort, finish, finish_with_error, set_torch_precision, start_mpi, start_torch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -172,7 +174,7 @@ def late_links(seconds: Sequence[float], kinds: Sequence[bool]) -> list[int]:
     return [link for link, kind in enumerate(kinds) if seconds[link] > LATE * usual[kind]]
 
 
-DEADLINE = 60.0  # seconds, without the check of the bundle, which may be large
+DEADLINE = 60.0  # seconds, without the check of the bundle, which may be large, and without starting torch
 MEASURING_DEADLINE = 300.0  # seconds
 CLOCKS_DIFFER, CLOCKS_WRONG = 1.0, 60.0  # seconds
 PACKAGES = ("hpcrl", "torch", "megatron-core", "mpi4py", "numpy", "transformers", "tensorrt-llm", "transformer-engine")
@@ -214,19 +216,21 @@ class Folder:
 
 
 def main(
-    find_folder: Callable[[], str],
+    find_job: Callable[[], tuple[str, str]],
     verify: Callable[[str], list[str]],
     save_machine: Callable[[dict[str, Any]], str] | None = None,
     rounds: int = 3,
 ) -> NoReturn:
     """Run the subcommand. Collective over the ranks that the launcher started.
 
-    find_folder: returns the run directory, on rank 0; it may be relative, and need not exist. verify: returns what is
-    wrong with the files of a bundle. save_machine: with --machine, writes the description of the machine on rank 0, and
-    returns the file's name; what changes with what else the hardware does is measured in so many `rounds`.
+    find_job: returns the run directory, which may be relative and need not exist, and the backend of torch.distributed,
+    on rank 0. verify: returns what is wrong with the files of a bundle. save_machine: with --machine, writes the
+    description of the machine on rank 0, and returns the file's name; what changes with what else the hardware does is
+    measured in so many `rounds`.
     """
     status = RankStatus(phase="starting MPI")
     timer = _start_timer(status, DEADLINE)
+    opened = OpenedSockets()
     try:
         comm = start_mpi()
     except InputError as error:
@@ -234,7 +238,7 @@ def main(
             report([Finding("MPI", "unusable", str(error))])
         os._exit(exits.OTHER)
     try:
-        finish(_run(comm, status, timer, find_folder, verify, save_machine, rounds))
+        finish(_run(comm, status, timer, opened, find_job, verify, save_machine, rounds))
     except BaseException as error:  # the others would wait for this rank
         abort(error, rank=comm.rank, phase=status.phase)
 
@@ -243,7 +247,8 @@ def _run(
     comm: MPI.Intracomm,
     status: RankStatus,
     timer: threading.Timer,
-    find_folder: Callable[[], str],
+    opened: OpenedSockets,
+    find_job: Callable[[], tuple[str, str]],
     verify: Callable[[str], list[str]],
     save_machine: Callable[[dict[str, Any]], str] | None,
     rounds: int,
@@ -252,7 +257,7 @@ def _run(
     from mpi4py import MPI
 
     stage = partial(status.within, "check")
-    folder = _agreed_folder(comm, find_folder)
+    folder, backend = _agreed_job(comm, find_job)
 
     with stage("looking at versions and folders"):
         found = all_gather_object(comm, find_facts(MPI.Get_library_version()))
@@ -267,7 +272,7 @@ def _run(
     with stage("writing to the shared folder"):
         shared = _try_folder(comm, folder)
     timer.cancel()
-    code = None
+    table = []
     if comm.rank == 0:
         table = [
             *world_findings(os.environ, comm.size, MPI.Get_library_version(), len(nodes)),
@@ -277,17 +282,42 @@ def _run(
             *version_findings(nodes, [fact.versions for fact in found]),
             *bundle_findings(shared.path, verify),
         ]
-        code = report(table, "a job on these nodes")
-    code = int(broadcast_object(comm, code))
-    if save_machine is not None and code == exits.DONE:
-        _measure(comm, status, [node.ranks for node in nodes], shared.path, save_machine, rounds)
+    world = None
+    if not broadcast_object(comm, any(finding.wrong is not None and finding.needed for finding in table)):
+        opened.note("MPI")
+        timer = _start_timer(status, MEASURING_DEADLINE)
+        with stage("starting torch"):
+            try:
+                world = start_torch(comm, backend, status=status, nccl_timeout=MEASURING_DEADLINE)
+                note_torch(opened)
+            except InputError as error:
+                if not error.everywhere:
+                    raise
+                table.append(Finding("torch", "does not start", str(error)))
+        timer.cancel()
+        table += listener_findings(nodes, [each for found in all_gather_object(comm, opened.all()) for each in found])
+    code = int(broadcast_object(comm, report(table, "a job on these nodes") if comm.rank == 0 else None))
+    if save_machine is not None and world is not None:
+        _measure(world, status, [node.ranks for node in nodes], shared.path, save_machine, rounds)
     elif save_machine is not None and comm.rank == 0:
         print("the machine is not measured, because something is wrong with it")
     return code
 
 
+def note_torch(opened: OpenedSockets) -> None:
+    """Note what torch.distributed has opened."""
+    import torch.distributed as dist
+
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    opened.note("torch's store", (store.host, store.port))
+    backends = {part.split(":")[1] for part in dist.get_backend_config().split(",")}
+    opened.note(" and ".join(sorted(backends)))
+
+
 def _measure(
-    comm: MPI.Intracomm,
+    world: World,
     status: RankStatus,
     nodes: Sequence[Sequence[int]],
     folder: str,
@@ -295,22 +325,20 @@ def _measure(
     rounds: int,
 ) -> None:
     """Measure the machine and save its description. Ends the job if that cannot be done. Collective."""
+    from hpcrl.runtime.measure import measure
+
     timer = _start_timer(status, MEASURING_DEADLINE * max(1, rounds // 3))
     try:
-        with status.within("check", "starting torch"):
-            world = start_torch(comm, status=status, nccl_timeout=MEASURING_DEADLINE)
-        from hpcrl.runtime.measure import measure
-
         set_torch_precision(full_determinism=False)
-        if comm.rank == 0:
-            print(f"\nmeasuring on {comm.size} rank(s), {world.threads} thread(s) per rank", flush=True)
+        if world.rank == 0:
+            print(f"\nmeasuring on {world.size} rank(s), {world.threads} thread(s) per rank", flush=True)
         with status.within("check", "measuring"):
             found = measure(world, nodes, folder, partial(print, flush=True), rounds)
-        path = run_collectively(comm, lambda: save(found) if comm.rank == 0 else None)
+        path = run_collectively(world.comm, lambda: save(found) if world.rank == 0 else None)
     except InputError as error:
-        finish_with_error(error, comm.rank)
+        finish_with_error(error, world.rank)
     timer.cancel()
-    if comm.rank == 0:
+    if world.rank == 0:
         print(f"\nwritten to {path}", flush=True)
 
 
@@ -397,6 +425,16 @@ def version_findings(nodes: Sequence[Node], versions: Sequence[Mapping[str, str 
     yield Finding("the same", ", ".join(equal))
 
 
+def listener_findings(nodes: Sequence[Node], listeners: Sequence[Listener]) -> Iterator[Finding]:
+    """A line for each node and address where processes of the job listen, by what has opened the sockets."""
+    for group in grouped(listeners):
+        wrong = None
+        if len(nodes) == 1 and not group.is_loopback:
+            wrong = f"{group.owner} listens for other nodes too, though the job is on one; see docs/security.md"
+        yield Finding("listens", str(group), wrong, needed=False)
+    yield Finding("listens", "rank 0, until all ranks are connected")
+
+
 def bundle_findings(folder: str, verify: Callable[[str], list[str]]) -> Iterator[Finding]:
     """The bundle that `hpcrl submit` has put into the run directory."""
     bundle = Path(folder) / "bundle"
@@ -408,19 +446,21 @@ def bundle_findings(folder: str, verify: Callable[[str], list[str]]) -> Iterator
         yield Finding("bundle", f"{bundle}, checked in {took:.1f} s", wrong)
 
 
-def _agreed_folder(comm: MPI.Intracomm, find_folder: Callable[[], str]) -> str:
-    """The run directory, or its nearest parent that exists, relative if the configuration has a relative path."""
+def _agreed_job(comm: MPI.Intracomm, find_job: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """The run directory, or its nearest parent that exists, relative if the configuration has a relative path; and the
+    backend of torch.distributed."""
 
-    def look() -> str:
-        found = find_folder() if comm.rank == 0 else ""
-        while not os.path.isdir(found or "."):
-            found = os.path.dirname(found)
-        return found
+    def look() -> tuple[str, str]:
+        folder, backend = find_job() if comm.rank == 0 else ("", "")
+        while not os.path.isdir(folder or "."):
+            folder = os.path.dirname(folder)
+        return folder, backend
 
     try:
-        return str(broadcast_object(comm, run_collectively(comm, look)))
+        found: tuple[str, str] = broadcast_object(comm, run_collectively(comm, look))
     except InputError as error:
         finish_with_error(error, comm.rank)
+    return found
 
 
 def _try_folder(comm: MPI.Intracomm, folder: str) -> Folder:

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.json_file import read_json
-from hpcrl.sandbox.foreign_text import ERRORS, writable
+from hpcrl.sandbox.foreign_text import ERRORS, printable
 from hpcrl.sandbox.process_tree import STOP_SIGNALS
 
 LOG, RECORD = "logs/events.log", "logs/events.jsonl"  # output of the commands; a line for each that has run
@@ -151,7 +151,7 @@ class Runner:
             **self._facts,
             **message,
         }
-        event["message"] = writable(sentence(event))
+        event["message"] = printable(sentence(event), one_line=True)
         is_end = event["event"] not in CONTINUES
         for number, command in enumerate(settings.commands, 1):
             self._queue.append(Pending(command, event, is_end and number == len(settings.commands)))

@@ -16,7 +16,7 @@ from typing import NoReturn
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.launcher import is_first_launched, launched_rank
 from hpcrl.sandbox import fork_server
-from hpcrl.sandbox.foreign_text import writable
+from hpcrl.sandbox.foreign_text import printable, writable
 
 DONE = 0
 OTHER = 1
@@ -108,7 +108,7 @@ def exit_code(error: BaseException) -> int:
 
 def one_line(error: BaseException) -> str:
     """`hpcrl: error: <message>`, with line breaks folded into spaces; one such line for each mistake."""
-    return "\n".join("hpcrl: error: " + " ".join(line.split()) for line in lines_of(error))
+    return "\n".join("hpcrl: error: " + printable(" ".join(line.split())) for line in lines_of(error))
 
 
 def lines_of(error: BaseException) -> tuple[str, ...]:

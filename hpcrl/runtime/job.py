@@ -33,7 +33,7 @@ from hpcrl.runtime.world import (
     start_torch,
 )
 from hpcrl.sandbox import fork_server, temporary_files
-from hpcrl.sandbox.foreign_text import ERRORS
+from hpcrl.sandbox.foreign_text import ERRORS, printable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -206,15 +206,21 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-class TerminalFormatter(logging.Formatter):
-    """`12:30:05 message`, with the level before the message unless it is INFO. A record's `coloured` is preferred to
-    its message."""
+class PrintableFormatter(logging.Formatter):
+    """Messages may hold text of other processes, of models and of files."""
 
     def format(self, record: logging.LogRecord) -> str:
-        if coloured := getattr(record, "coloured", None):
-            record = logging.makeLogRecord(record.__dict__ | {"msg": coloured, "args": ()})
+        return printable(super().format(record))
+
+
+class TerminalFormatter(PrintableFormatter):
+    """`12:30:05 message`, with the level before the message unless it is INFO. A record's `coloured`, which holds no
+    such text, is preferred to its message."""
+
+    def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"{self.formatTime(record, '%H:%M:%S')} {level}{super().format(record)}"
+        text = getattr(record, "coloured", None) or super().format(record)
+        return f"{self.formatTime(record, '%H:%M:%S')} {level}{text}"
 
 
 def start_logging(run_dir: str | os.PathLike[str], rank: int) -> None:
@@ -222,7 +228,7 @@ def start_logging(run_dir: str | os.PathLike[str], rank: int) -> None:
     folder = Path(run_dir) / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(folder / f"rank_{rank:05d}.log", encoding="utf-8", errors=ERRORS)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.root.addHandler(file)
     logging.root.setLevel(logging.INFO)
     logging.captureWarnings(True)

@@ -23,7 +23,7 @@ from hpcrl.runtime.launcher import is_first_launched
 from hpcrl.sandbox.process_tree import STEP_SIGNALS, STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from hpcrl.runtime.store import KeyValueStore
+    from hpcrl.runtime.key_value_store import KeyValueStore
 
 log = logging.getLogger(__name__)
 

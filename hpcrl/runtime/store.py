@@ -1,78 +1,97 @@
-"""The c10d store on rank 0: its address, and strings that any thread may read and write.
+"""torch's c10d store on rank 0: its address, and which processes connect to it.
 
-MPI is called from the main thread only, so other threads communicate through the store.
+The store has no authentication: a process that connects may list, change and delete all keys. Nothing is in it but what
+torch.distributed keeps there.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
+import os
 import resource
+import secrets
 import socket
-import threading
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.mpi import broadcast_object
+from hpcrl.runtime.mpi import all_gather_object, broadcast_object
+from hpcrl.runtime.sockets import Address, connections, peer_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed import Store
 
+log = logging.getLogger(__name__)
 
 # an address reserved for documentation, which takes the default route; then private networks, for nodes without one
 PROBES = ("192.0.2.1", "10.0.0.1", "172.16.0.1", "192.168.0.1")
 STORE_OPTIONS: dict[str, Any] = {"timeout": timedelta(minutes=10), "wait_for_workers": False}
+MOST_NAMED = 8  # peers in a warning
 
 
-class KeyValueStore:
-    """Strings by key in rank 0's store, over a connection of its own. Safe from any thread: a lock serializes calls."""
+@dataclass(frozen=True)
+class C10dStore:
+    """The store. connection: this rank's, below a prefix that other processes cannot guess. listener: the descriptor on
+    rank 0; torch closes it."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._lock = threading.Lock()
+    connection: Store
+    address: Address
+    listener: int | None
 
-    def set(self, key: str, text: str) -> None:
-        with self._lock:
-            self._store.set(key, text)
+    @classmethod
+    def open(cls, comm: MPI.Intracomm, host: str | None) -> C10dStore:
+        """Start the store on rank 0, on a free port, and connect all ranks. Collective.
 
-    def get(self, key: str) -> str | None:
-        """The value, or None if the key has not been set. Does not wait."""
-        with self._lock:
-            return self._store.get(key).decode() if self._store.check([key]) else None
+        host: address of rank 0 for the other ranks. Used on rank 0 only.
+        """
+        from torch.distributed import PrefixStore, TCPStore
 
-    def delete(self, key: str) -> None:
-        with self._lock:
-            self._store.delete_key(key)
+        listener = secret = None
+        address: Address | None = None
+        if comm.rank == 0:
+            assert host is not None
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two connections of every rank end here
+            # the port is open before its number is sent, so that no other process can take it in between
+            opened = socket.create_server((host, 0), backlog=1024)
+            address, secret, listener = opened.getsockname(), secrets.token_hex(16), opened.detach()
+            store = TCPStore(*address, comm.size, is_master=True, master_listen_fd=listener, **STORE_OPTIONS)
+        address, secret = broadcast_object(comm, (address, secret))
+        if comm.rank != 0:
+            store = TCPStore(*address, comm.size, is_master=False, **STORE_OPTIONS)
+        return cls(PrefixStore(f"hpcrl/{secret}", store), address, listener)
+
+    def close_to_others(self, comm: MPI.Intracomm) -> None:
+        """Stop listening, and end connections that no rank has opened. Collective."""
+        ends = [own for _, own, peer in connections() if peer == self.address]
+        ranks = {end for found in all_gather_object(comm, ends) for end in found}
+        if self.listener is None:
+            return
+        with socket.socket() as unused:
+            # torch has no call for this: its thread keeps the descriptor, on which nothing arrives any more
+            os.dup2(unused.fileno(), self.listener, inheritable=False)
+        if not ranks <= {peer for _, own, peer in connections() if own == self.address}:
+            log.warning("some ranks reach torch's store from other addresses than their own; no connection is closed")
+            return
+        named: list[str] = []
+        for connection, own, peer in connections():
+            if own == self.address and peer not in ranks:
+                named.append(peer_of(connection) if len(named) < MOST_NAMED else "...")
+                with suppress(OSError):  # it has ended
+                    connection.shutdown(socket.SHUT_RDWR)
+        if named:
+            who = ", ".join(named[: MOST_NAMED + 1])
+            log.warning("closed %d connections to torch's store that are not of this job, from %s", len(named), who)
 
 
-def open_store(comm: MPI.Intracomm, one_node: bool) -> tuple[Store, tuple[str, int]]:
-    """Start the c10d store on rank 0, on a free port, and return this rank's connection and the address. Collective.
-
-    With one node the store listens on loopback only.
-    """
-    from torch.distributed import TCPStore
-
-    address = None
-    if comm.rank == 0:
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two connections of every rank end here
-        host = "127.0.0.1" if one_node else own_address(socket.gethostname())
-        listener = socket.create_server((host, 0), backlog=1024)
-        address = listener.getsockname()
-        # the port is open before its number is sent, so that no other process can take it in between
-        listen = listener.detach()
-        store = TCPStore(*address, comm.size, is_master=True, master_listen_fd=listen, **STORE_OPTIONS)
-    address = broadcast_object(comm, address)
-    return (store if comm.rank == 0 else connect_store(address, comm.size)), address
-
-
-def connect_store(address: tuple[str, int], size: int) -> Store:
-    """Open another connection to the store: one connection serves one thread at a time."""
-    from torch.distributed import TCPStore
-
-    return TCPStore(*address, size, is_master=False, **STORE_OPTIONS)
+def listening_host(one_node: bool) -> str:
+    """The address on which rank 0 listens: loopback, where all ranks are on one node. Raises InputError."""
+    return "127.0.0.1" if one_node else own_address(socket.gethostname())
 
 
 def own_address(hostname: str) -> str:

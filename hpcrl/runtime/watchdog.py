@@ -20,7 +20,7 @@ from hpcrl.runtime import exits, rank_status, run_owner
 from hpcrl.runtime.launcher import format_spans, node_name
 from hpcrl.runtime.mpi import wait_time
 from hpcrl.runtime.rank_status import Heartbeat, Peers, PeerStatus, RankStatus
-from hpcrl.sandbox.foreign_text import ERRORS, writable
+from hpcrl.sandbox.foreign_text import ERRORS, printable, writable
 
 LONGEST_STACKS = 20_000  # characters of one rank's stack traces in the report
 
@@ -408,7 +408,8 @@ class Watchdog:
         rank = diagnosis.culprits[0] if diagnosis.is_clear else None
         exits.write_exit(self._run_dir, exits.HANG, rank, role, phase, diagnosis.sentence)
         log.error("%s", diagnosis.sentence)
-        os.write(2, f"hpcrl: hang: {diagnosis.sentence}; see {target}\n".encode(errors=ERRORS))
+        line = printable(f"hpcrl: hang: {diagnosis.sentence}; see {target}", one_line=True)
+        os.write(2, f"{line}\n".encode(errors=ERRORS))
         self._report_state = WRITTEN
         self.publish()
         exits.leave(exits.HANG, has_reported=True)

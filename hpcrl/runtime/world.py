@@ -22,13 +22,14 @@ from hpcrl.runtime import exits, gpus, heap, mpi, run_owner
 from hpcrl.runtime.events import Events
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.gpus import rank_threads, select_device
+from hpcrl.runtime.key_value_store import KeyValueStore, open_key_value_store
 from hpcrl.runtime.launcher import format_spans, on_one_node, slurm_pmi1, split_world
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, duplicate, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.stop_requests import StopRequests
-from hpcrl.runtime.store import KeyValueStore, connect_store, open_store
+from hpcrl.runtime.store import C10dStore, listening_host
 from hpcrl.sandbox import fork_server
-from hpcrl.sandbox.foreign_text import ERRORS
+from hpcrl.sandbox.foreign_text import ERRORS, printable
 
 if TYPE_CHECKING:
     import torch
@@ -121,8 +122,9 @@ def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
     environ.setdefault("HF_HUB_OFFLINE", "1")
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if on_one_node(environ):
-        # otherwise MPICH and NCCL listen on the address of the outside network
+        # otherwise MPICH and NCCL listen on the address of the outside network; shared memory reaches all ranks
         environ.setdefault("UCX_NET_DEVICES", "lo")
+        environ.setdefault("UCX_TLS", "^tcp")
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
@@ -232,13 +234,16 @@ def start_torch(
         from hpcrl.runtime import mpi_backend
 
         mpi_backend.register(comm)
-    store, address = open_store(comm, one_node)
-    key_value_store = KeyValueStore(connect_store(address, comm.size))
+    host = listening_host(one_node) if comm.rank == 0 else None
+    store = C10dStore.open(comm, host)
+    key_value_store = open_key_value_store(comm, host)
+    if timeout is None:  # NCCL's process groups open connections of their own, also later
+        store.close_to_others(comm)
     if stop is not None:
         stop.connect(key_value_store)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("hpcrl", store),
+        store=store.connection,
         rank=comm.rank,
         world_size=comm.size,
         timeout=timeout,
@@ -323,7 +328,7 @@ def abort(
             text = f"hpcrl: rank {rank} failed ({where}): {type(error).__name__}: {error}\n{stack.rstrip()}"
             if run_dir is not None:
                 text += f"\nhpcrl: see {os.path.join(run_dir, 'logs')} and {os.path.join(run_dir, 'exit.json')}"
-        os.write(2, (text + "\n").encode(errors=ERRORS))
+        os.write(2, (printable(text) + "\n").encode(errors=ERRORS))
     flush()
     # Time for the first rank's message to reach the terminal; the others wait longer than the first one.
     time.sleep(exits.SECONDS_TO_REPORT if first else 2 * exits.SECONDS_TO_REPORT)

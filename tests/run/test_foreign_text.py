@@ -21,6 +21,7 @@ from tests.runtime.conftest import MPIEXEC, environment
 
 ODD = "half \ud83d, NUL \0"
 SHOWN = ODD.replace("\ud83d", r"\ud83d")
+PRINTED = ODD.replace("\ud83d", "<U+D83D>").replace("\0", "\u2400")
 TEXT = (".json", ".jsonl", ".yaml", ".log", ".md", ".txt")
 FILE = os.fsdecode(b"prompts_\xff.jsonl")
 SCORER = f"""
@@ -94,12 +95,12 @@ def test_every_file_of_the_run_can_be_read(ended: tuple[Path, subprocess.Complet
     folder, process = ended
     run = folder / "runs" / "ends"
     printed = process.stdout.decode() + process.stderr.decode()
-    assert f"warning: chosen {SHOWN}" in printed and f"RuntimeError: {SHOWN}" in printed
+    assert f"warning: chosen {PRINTED}" in printed and f"RuntimeError: {PRINTED}" in printed
     binary = [*run.glob("rollouts/*.log"), *run.glob("trace/*.log")]
     paths = [path for path in run.rglob("*") if path.suffix in TEXT and path not in binary]
     text = {path.relative_to(run): path.read_bytes().decode() for path in paths}
     logged = text.pop(Path("logs/rank_00000.log"))
-    assert f"chosen {SHOWN}" in logged and f"ValueError: {SHOWN}" in logged and f"RuntimeError: {SHOWN}" in logged
+    assert all(f"{before} {PRINTED}" in logged for before in ("chosen", "ValueError:", "RuntimeError:"))
     for path in text:
         for line in text[path].splitlines() if path.suffix == ".jsonl" else [text[path]]:
             assert path.suffix not in (".json", ".jsonl") or json.loads(line), path
@@ -108,7 +109,7 @@ def test_every_file_of_the_run_can_be_read(ended: tuple[Path, subprocess.Complet
     given = [sample for sample in samples if sample["pred"] is not None]
     assert len(given) == len(samples) - 1 and {sample["gts"] for sample in samples} == {ODD}
     assert all(sample["pred"] == sample["note"] == ODD and sample[ODD] == 1 for sample in given)
-    assert f"RuntimeError: {SHOWN[:-1]}" in (folder / "events.txt").read_text()  # the environment has no NUL
+    assert f"RuntimeError: {SHOWN[:-1]}\u2400" in (folder / "events.txt").read_text()
     tag = f"val-core/{SHOWN}/acc/mean@2"
     assert tag in read_run(run).tags()
     board = EventAccumulator(str(run / "tensorboard"))

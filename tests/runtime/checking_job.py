@@ -35,7 +35,4 @@ if WRONG == "dead":
         check_job.ring_latencies = lambda comm: time.sleep(600)
 
 if __name__ == "__main__":
-    try:
-        cli.main(["check", "--job", *sys.argv[2:]])
-    finally:
-        assert "torch" not in sys.modules
+    cli.main(["check", "--job", *sys.argv[2:]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 from hpcrl.checkpoint.manifest import write_manifest
 from hpcrl.runtime.check import Finding
 from hpcrl.runtime.check_job import Facts, Links, node_findings, nodes_of, world_findings
+from hpcrl.runtime.launcher import node_name
+from hpcrl.runtime.listeners import Listener, grouped
+from tests.preloaded import RANK
 from tests.runtime.conftest import MPIEXEC, Ended
 
 CHECKING_JOB = Path(__file__).with_name("checking_job.py")
@@ -20,7 +24,7 @@ CHECKING_JOB = Path(__file__).with_name("checking_job.py")
 
 @pytest.fixture
 def check(run: Callable[..., Ended]) -> Callable[..., Ended]:
-    return lambda *wrong: run(MPIEXEC, "-n", "4", sys.executable, CHECKING_JOB, *wrong)
+    return lambda *wrong: run(MPIEXEC, "-n", "4", *RANK, CHECKING_JOB, *wrong)
 
 
 def told(ended: Ended) -> list[str]:
@@ -115,7 +119,27 @@ def test_ranks_that_are_not_one_world_are_told() -> None:
 def test_a_wrong_command_line_is_one_line(run: Callable[..., Ended], tmp_path: Path) -> None:
     ended = run(MPIEXEC, "-n", "2", sys.executable, "-m", "hpcrl", "check", "--job", "none.yaml")
     assert ended.code == 2 and ended.stderr == "hpcrl: error: no such config file: none.yaml\n"
-    (tmp_path / "job.yaml").write_text(json.dumps({"run": {"dir": "runs/here", "name": "x"}}))
-    ended = run(MPIEXEC, "-n", "1", sys.executable, "-m", "hpcrl", "check", "--job", "job.yaml")
+
+
+def test_what_listens_is_listed(run: Callable[..., Ended], tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps({"run": {"dir": "runs/here", "name": "x", "c10d_backend": "gloo"}}))
+    ended = run(MPIEXEC, "-n", "2", sys.executable, "-m", "hpcrl", "check", "--job", "job.yaml")
     assert ended.code == 0, ended.stdout + ended.stderr
     assert f"shared folder  {tmp_path}," in ended.stdout, "the nearest folder that is there"
+    here = re.escape(node_name())
+    found = re.findall(rf"^. listens +(\S.*?) on {here}, ([\d.]+), port (\d+(?:, \d+)*)$", ended.stdout, re.M)
+    assert [(owner, host, ports.count(",")) for owner, host, ports in found] == [
+        ("mpiexec", "0.0.0.0", 0),
+        ("gloo", "127.0.0.1", 1),
+    ]
+    assert ended.stdout.count("note: listens: mpiexec listens for other nodes too") == 1
+
+
+def test_processes_that_share_a_socket_count_once_and_ports_are_few() -> None:
+    inherited = [Listener("n0", "mpiexec", ("0.0.0.0", 7), "1") for _ in range(3)]
+    of_ranks = [Listener(f"n{rank % 2}", "MPI", ("10.0.0.3", 100 + rank), str(rank)) for rank in range(20)]
+    assert [str(group) for group in grouped([*inherited, *of_ranks])] == [
+        "mpiexec on n0, 0.0.0.0, port 7",
+        "MPI on n0, 10.0.0.3, port 100, 102, 104, 106, 108, 110, 112, 114 and 2 more",
+        "MPI on n1, 10.0.0.3, port 101, 103, 105, 107, 109, 111, 113, 115 and 2 more",
+    ]

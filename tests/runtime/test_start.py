@@ -65,9 +65,12 @@ def test_loopback_is_the_default_on_one_node_only() -> None:
     one: dict[str, str] = {}
     prepare_environment(one)
     assert one["UCX_NET_DEVICES"] == one["NCCL_SOCKET_IFNAME"] == "lo" and one["HF_HUB_OFFLINE"] == "1"
+    assert one["UCX_TLS"] == "^tcp"
     several = {"SLURM_JOB_NUM_NODES": "2", "HF_HUB_OFFLINE": "0"}
     prepare_environment(several)
-    assert not several.keys() & {"UCX_NET_DEVICES", "NCCL_SOCKET_IFNAME"} and several["HF_HUB_OFFLINE"] == "0"
+    assert (
+        not several.keys() & {"UCX_NET_DEVICES", "UCX_TLS", "NCCL_SOCKET_IFNAME"} and several["HF_HUB_OFFLINE"] == "0"
+    )
 
 
 @pytest.mark.parametrize(
