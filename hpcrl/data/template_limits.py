@@ -18,7 +18,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SECONDS = 10.0  # of the CPU, for one conversation
-MEMORY = 2 << 30  # bytes that the process may grow by meanwhile
+# Bytes of its own that the process may grow by meanwhile, in all threads: more than one takes at once. What devices map
+# does not count (RLIMIT_DATA).
+MEMORY = 4 << 30
 MOST_CHARACTERS = 1 << 26  # of the text of one conversation
 _POLL = 0.25  # seconds
 _IDLE = 40  # polls without a rendering after which the thread that watches ends
@@ -28,8 +30,8 @@ _lock = threading.Lock()
 _running: dict[int, int] = {}  # thread -> number of its rendering
 _numbers = itertools.count()
 _is_watched = False
-_ceiling, _measured = 0, float("-inf")  # address space that is allowed, in bytes, and when it was computed
-_usual = resource.getrlimit(resource.RLIMIT_AS)
+_ceiling, _measured = 0, float("-inf")  # bytes that are allowed, and when they were computed
+_usual = resource.getrlimit(resource.RLIMIT_DATA)
 
 
 class TemplateLimit(Exception):
@@ -82,9 +84,9 @@ def _enter(thread: int) -> None:
             _is_watched = True
         if not _running:
             if (now := time.monotonic()) - _measured > _FRESH:
-                _ceiling, _measured, _usual = _size() + MEMORY, now, resource.getrlimit(resource.RLIMIT_AS)
+                _ceiling, _measured, _usual = _size() + MEMORY, now, resource.getrlimit(resource.RLIMIT_DATA)
             if _usual[0] == resource.RLIM_INFINITY or _usual[0] > _ceiling:
-                resource.setrlimit(resource.RLIMIT_AS, (_ceiling, _usual[1]))
+                resource.setrlimit(resource.RLIMIT_DATA, (_ceiling, _usual[1]))
         _running[thread] = next(_numbers)
 
 
@@ -92,13 +94,13 @@ def _leave(thread: int) -> None:
     with _lock:
         _running.pop(thread, None)
         if not _running:
-            resource.setrlimit(resource.RLIMIT_AS, _usual)
+            resource.setrlimit(resource.RLIMIT_DATA, _usual)
 
 
 def _size() -> int:
-    """Bytes of this process's address space."""
+    """Bytes of this process's memory to which RLIMIT_DATA applies."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read(64).split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        return int(file.read(128).split()[5]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _watch() -> None:

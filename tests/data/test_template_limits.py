@@ -42,7 +42,7 @@ def test_a_template_that_takes_too_long(tokenizer: Any, template: str) -> None:
     with pytest.raises(InputError, match=r"^x: row 7: the chat template failed: .*it needs more than") as error:
         render(tokenizer, template)
     assert "\n" not in str(error.value)
-    assert resource.getrlimit(resource.RLIMIT_AS) == template_limits._usual and not template_limits._running
+    assert resource.getrlimit(resource.RLIMIT_DATA) == template_limits._usual and not template_limits._running
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_a_thread_that_waits_is_not_interrupted() -> None:
     assert template_limits._running  # of the other thread
     ended.set()
     thread.join()
-    assert found == ["True"] and resource.getrlimit(resource.RLIMIT_AS) == template_limits._usual
+    assert found == ["True"] and resource.getrlimit(resource.RLIMIT_DATA) == template_limits._usual
