@@ -17,7 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from hpcrl.sandbox.foreign_text import take_any_text
+from hpcrl.sandbox.foreign_text import printable, take_any_text
 from hpcrl.sandbox.new_files import draft_of
 from hpcrl.telemetry.runlog import RunError, RunLog, choose_keys, read_runs
 from hpcrl.telemetry.seeds import SeedMean, over_seeds
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = read_runs(options.runs)
         draw(over_seeds(runs) if options.seeds else runs, Path(options.out), options.keys)
     except RunError as error:
-        print(f"curves: error: {error}", file=sys.stderr)
+        print(printable(f"curves: error: {error}"), file=sys.stderr)
         return 2
     print(options.out)
     return 0

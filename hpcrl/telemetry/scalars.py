@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
-from hpcrl.sandbox.foreign_text import take_any_text
+from hpcrl.sandbox.foreign_text import printable, take_any_text
 from hpcrl.telemetry.runlog import RunError, RunLog, choose_keys, read_runs
 
 STATISTICS = ("first", "last", "min", "max", "mean10")
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise RunError(f"no run has a step in --steps {options.steps}")
         print_table(_table(runs, options), as_csv=options.csv)
     except RunError as error:
-        print(f"scalars: error: {error}", file=sys.stderr)
+        print(printable(f"scalars: error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe; the interpreter must not flush into it at exit.
@@ -132,7 +132,7 @@ def print_table(table: Table, *, as_csv: bool) -> None:
         sys.stdout.flush()
         return
     width = shutil.get_terminal_size((120, 24)).columns
-    print("\n\n".join(layout(block) for block in _blocks(table, width)), flush=True)
+    print(printable("\n\n".join(layout(block) for block in _blocks(table, width))), flush=True)
 
 
 def layout(table: Table) -> str:

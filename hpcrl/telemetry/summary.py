@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from hpcrl.sandbox.foreign_text import take_any_text
+from hpcrl.sandbox.foreign_text import printable, take_any_text
 from hpcrl.telemetry.progress import duration
 from hpcrl.telemetry.runlog import RunError, RunLog, read_run
 from hpcrl.telemetry.scalars import Table, layout, number
@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         warm_start = read_run(options.sft) if options.sft else None
-        print(report(read_run(options.run), warm_start))
+        print(printable(report(read_run(options.run), warm_start)))
     except RunError as error:
-        print(f"summary: error: {error}", file=sys.stderr)
+        print(printable(f"summary: error: {error}"), file=sys.stderr)
         return 2
     return 0
 

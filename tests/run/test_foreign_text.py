@@ -134,6 +134,7 @@ def test_an_ascii_terminal_shows_it(
         capture_output=True,
     )
     assert (shown.returncode, shown.stderr) == (0, b"") and "half" in shown.stdout.decode("ascii")
+    assert all(code >= 32 for code in shown.stdout.replace(b"\n", b""))
 
 
 def test_the_report_shows_it(ended: tuple[Path, subprocess.CompletedProcess[bytes]], tmp_path: Path) -> None:
