@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from hpcrl.rewards.scorers import limits
@@ -232,8 +232,8 @@ def math_verify(data_source: str, solution_str: str, ground_truth: str, **_: Any
     """1 if one of the answers that the library finds equals the ground truth, else 0.
 
     verl's `reward_score/math_verify.py`: the ground truth is read as LaTeX in a box, the response as LaTeX or as a
-    plain expression. An answer beyond the limits above is wrong. What the library cannot stop after 5 s by SIGALRM, the
-    scoring process's own limit does; both, and the limit of CPU time, need the main thread of a process.
+    plain expression. An answer beyond the limits above is wrong. The limit of CPU time, which replaces the library's
+    5 s of the clock, needs the main thread of a process; what it cannot stop, the scoring process's own limit does.
     """
     verify, parse, expression, latex = library()
     box = last_box(solution_str)
@@ -259,8 +259,7 @@ def has_long_run(text: str) -> bool:
 @cache
 def library() -> tuple[Callable[..., Any], ...]:
     """`verify`, `parse` and the kinds of answers of math-verify, which parses no answer beyond the limits."""
-    from math_verify import parser
-    from math_verify.grader import verify
+    from math_verify import grader, parser
 
     def limited(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         def within_limits(text: str) -> Any:
@@ -271,4 +270,6 @@ def library() -> tuple[Callable[..., Any], ...]:
 
     parser.parse_latex_cached = limited(parser.parse_latex_cached)
     parser.parse_expr_cached = limited(parser.parse_expr_cached)
-    return verify, parser.parse, parser.ExprExtractionConfig, parser.LatexExtractionConfig
+    parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True  # each says that it has no limit of its own
+    verify, parse = partial(grader.verify, timeout_seconds=None), partial(parser.parse, parsing_timeout=None)
+    return verify, parse, parser.ExprExtractionConfig, parser.LatexExtractionConfig
