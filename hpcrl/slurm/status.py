@@ -126,14 +126,18 @@ def report(run: Path) -> str:
         links = [Link("run", 0, 0, read_progress(run).job or "", (str(run),), str(run))]
     queue = read_queue([link.job for link in links if link.job])
     table = [["job", "run", "nodes", "Slurm job", "slice", "step", "ETA", "state"]]
-    runs = [(link, Path(folder), link.job_of(number)) for link in links for number, folder in enumerate(link.runs)]
+    listed = [(link, Path(folder), link.job_of(number)) for link in links for number, folder in enumerate(link.runs)]
+    # the chain.json of another user may name any folder
+    runs = [each for each in listed if each[1].resolve() == run.resolve() or chain.read(each[1]) == links]
     found = []
     for link, folder, job in runs:
         inside = folder / link.command if link.command in INSIDE_RUN else folder
         found.append((inside, (queue or {}).get(job), read_progress(inside)))
     states = states_of(found)
     table += [row(*run, files[2], *state) for run, files, state in zip(runs, found, states, strict=True)]
-    return "\n".join([*aligned(table), "", summary([word for word, _ in states], queue)])
+    others = len(listed) - len(runs)
+    left_out = [f"{others} runs of the chain are left out: there, {chain.CHAIN_FILE} names another chain"] if others else []
+    return "\n".join([*aligned(table), "", summary([word for word, _ in states], queue), *left_out])
 
 
 def summary(states: Sequence[str], queue: Mapping[str, Queued] | None) -> str:

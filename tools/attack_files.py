@@ -1,0 +1,473 @@
+"""Hostile model directories, run folders, checkpoints, data, configs and answers, for `attack.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import checkout
+from attack_place import Place, Reached, attack
+
+TOKENIZER = checkout.ROOT / "configs" / "tokenizer"
+MODEL, RUN, CHECKPOINT, DATA, CONFIG = "model directory", "run folder", "checkpoint", "data", "config"
+SHAPE: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 25, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
+ROW = {
+    "data_source": "countdown",
+    "prompt": [{"role": "user", "content": "1 2 3 4 2:"}],
+    "reward_model": {"style": "rule", "ground_truth": {"numbers": [1, 2, 3, 4], "target": 2}},
+}
+ALIASES = "".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9) if n else 1}]\n" for n in range(12))
+DEEP = "[" * 200_000 + "]" * 200_000
+SHOWN = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r</script><script>alert(1)</script>\n"
+
+
+def model(place: Place, **files: Any) -> Path:
+    """A model directory; files: text, a value of JSON, or a function that makes the file; `__` stands for a dot."""
+    folder = place.theirs / "model"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(TOKENIZER, folder)
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    for name, value in files.items():
+        path = folder / name.replace("__", ".")
+        if callable(value):
+            path.unlink(missing_ok=True)
+            value(path)
+        elif isinstance(value, bytes):
+            path.write_bytes(value)
+        else:
+            found = json.loads(path.read_text()) if isinstance(value, dict) and path.exists() else {}
+            path.write_text(value if isinstance(value, str) else json.dumps(found | value))
+    return folder
+
+
+def job(place: Place, **sections: Any) -> Path:
+    """A small job of the user's, with the model in `theirs` if there is one."""
+    data = place.root / "rows.jsonl"
+    data.write_text(json.dumps(ROW) + "\n")
+    own = {"tokenizer": str(TOKENIZER), "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48}
+    theirs = place.theirs / "model"
+    config = {
+        "run": {"name": "attacked", "dir": str(place.out / "runs")},
+        "model": {"path": str(theirs)} if theirs.exists() else {**own, "num_attention_heads": 4},
+        "data": {
+            "train_files": [str(data)], "train_batch_size": 1, "max_prompt_length": 16, "max_response_length": 8,
+        },
+        "rollout": {"n": 2},
+        "actor": {"ppo_mini_batch_size": 1, "ppo_max_token_len_per_gpu": 128},
+        "algorithm": {"adv_estimator": "grpo"},
+        "trainer": {"total_training_steps": 1, "save_freq": 1},
+        **sections,
+    }  # fmt: skip
+    path = place.root / "job.yaml"
+    path.write_text(json.dumps(config))  # JSON is YAML
+    return path
+
+
+def show(place: Place, **files: Any) -> str:
+    """`hpcrl data show`, which renders a row with the model's tokenizer."""
+    model(place, **files)
+    config = job(place)
+    return place.hpcrl("data", "show", place.root / "rows.jsonl", "--job", "train", config)
+
+
+@attack(MODEL, "Python named by tokenizer_config.json, config.json", "data show", is_fast=True)
+def code_of_a_model(place: Place) -> None:
+    for name, more in (("tokenizer_config__json", {"tokenizer_class": "Own"}), ("config__json", {"model_type": "own"})):
+        auto = {"AutoTokenizer": ["own.Own", None], "AutoConfig": "own.Own"}
+        show(place, **{name: {"auto_map": auto, **more}, "own__py": place.code + "class Own: pass\n"})
+
+
+@attack(MODEL, "links, pipes and devices in place of files", "data show", is_fast=True)
+def links_of_a_model(place: Place) -> None:
+    kinds: tuple[Callable[[Path], None], ...] = (place.link, os.mkfifo, lambda path: path.symlink_to("/dev/zero"))
+    for name in ("tokenizer__json", "config__json", "chat_template__jinja", "generation_config__json"):
+        for make in kinds if name == "tokenizer__json" else kinds[1:2]:
+            show(place, **{name: make})
+
+
+@attack(MODEL, "chat templates: loops, powers, memory, Python", "data show")
+def templates(place: Place) -> None:
+    for text in (
+        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+        "{{ 9**9**9 }}", "{{ 'x' * 10000000000 }}", "{{ (range(99999)|list|string) * 99999 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.system('touch x') }}",
+        f"{{% include '{place.key}' %}}", f"{{{{ lipsum.__globals__['os'].popen('cat {place.key}').read() }}}}",
+    ):  # fmt: skip
+        show(place, chat_template__jinja=text)
+
+
+@attack(MODEL, "tokenizer.json: depth, length, costly expressions", "data show")
+def tokenizers(place: Place) -> None:
+    found = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    for changes in (
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(.*)*(.+)+$x"}, "behavior": "Isolated", "invert": False}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "(1|2| |3)*"}, "content": "x" * 10**7}},
+        {"normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 99}] * 9}},
+        {"added_tokens": [{"id": 2**31, "content": "1"}]},
+    ):  # fmt: skip
+        show(place, tokenizer__json=json.dumps(found | changes))
+    show(place, tokenizer__json=DEEP)
+    show(place, tokenizer_config__json=DEEP)
+    show(place, tokenizer_config__json={"model_max_length": -1, "chat_template": [{"name": "a", "template": "{"}]})
+
+
+@attack(MODEL, "config.json: depth, sizes, types", "plan", is_fast=True)
+def configs_of_a_model(place: Place) -> None:
+    for change in (
+        DEEP, {"num_hidden_layers": 10**9}, {"vocab_size": 2**62, "hidden_size": "9"}, {"rope_theta": float("inf")},
+        {"layer_types": ["full_attention"] * 10**6}, {"num_attention_heads": 0},
+    ):  # fmt: skip
+        model(place, config__json=change)
+        place.hpcrl("plan", job(place))
+
+
+@attack(MODEL, "weights: names of other files, pickles, damaged headers", "score")
+def weights(place: Place) -> None:
+    (place.root / "tokens").write_text('{"tokens": [3, 4, 5]}\n')
+    shutil.copyfile(place.key, place.theirs / "x.safetensors")
+
+    class Code:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {place.marker}",)
+
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+    for files in (
+        {"model__safetensors__index__json": {"weight_map": {"model.embed_tokens.weight": "../x.safetensors"}}},
+        {"model__safetensors__index__json": {"weight_map": {"model.embed_tokens.weight": str(place.key)}}},
+        {"model__safetensors": place.link},
+        {"model__safetensors": struct.pack("<Q", 2**60) + b"{"},
+        {"model__safetensors": struct.pack("<Q", len(header)) + header},
+        {"pytorch_model__bin": pickle.dumps(Code())},
+        {"adapter_config__json": {"base_model_name_or_path": str(place.private), "auto_mapping": {"x": "own.Own"}},
+         "adapter_model__bin": pickle.dumps(Code())},
+    ):  # fmt: skip
+        folder = model(place, **files)
+        place.hpcrl("score", folder, "--tokens", place.root / "tokens", "--out", place.out / "scores")
+
+
+@attack(MODEL, "generation_config.json, preprocessor_config.json", "library")
+def configs_beside(place: Place) -> None:
+    program = (
+        "import sys; from hpcrl.data.tokenizer import end_token_ids, load_tokenizer; "
+        "from hpcrl.data.images import ImageProcessor; from hpcrl.runtime.exits import one_line_for_user_errors\n"
+        "with one_line_for_user_errors():\n"
+        "    end_token_ids(load_tokenizer(sys.argv[1])); ImageProcessor.of_model(sys.argv[1], None, None)"
+    )
+    image = {"image_processor_type": "Own", "auto_map": {"AutoImageProcessor": "own.Own"}}
+    for files in (
+        {"generation_config__json": DEEP}, {"generation_config__json": place.link},
+        {"preprocessor_config__json": image, "own__py": place.code}, {"preprocessor_config__json": place.link},
+        {"preprocessor_config__json": os.mkfifo}, {"preprocessor_config__json": {"image_processor_type": "../own"}},
+    ):  # fmt: skip
+        place.python("-c", program, model(place, **files))
+
+
+def write_run(run: Path, text: str) -> Path:
+    """A run as a job leaves it, with `text` where a run has text."""
+    from hpcrl.telemetry.archive import RecordLog, RolloutLog, finish_step, log_path
+    from hpcrl.tracing.records import trace_path
+
+    import numpy as np
+
+    files = {
+        "config.yaml": json.dumps({"run": {"name": text, "dir": text}, "model": {"tokenizer": "tokenizer"}}),
+        "metrics.jsonl": json.dumps({"step": 1, "critic/score/mean": 0.5, f"a/{text}": 1.0, "timing_s/step": 1.0}) + "\n",
+        "exit.json": json.dumps({"code": 1, "rank": 0, "role": text, "phase": text, "error": text}),
+        "times.json": json.dumps({"total_steps": 3, "step_s": 1.0, text: text}),
+        "slices.json": json.dumps([{"job": text, "ends_at": 1e9, "host": text}]),
+        "verdict.md": f"# Hang\n\n{text}\nno progress for 612 s\n",
+        "logs/rank_00000.log": f"2026-11-25 10:00:00,123 WARNING hpcrl: {text}\n",
+        "heartbeat/rank_00000": json.dumps({"phase": text}),
+        "owner/00000001.json": json.dumps({"host": text, "pid": 1, "job": text}),
+        "checkpoints/latest": text,
+        "checkpoints/step_00000001/trainer.json": json.dumps({"step": 1, "versions": {text: text}}),
+    }  # fmt: skip
+    for name, content in files.items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(content, encoding="utf-8", errors="surrogatepass")
+    shutil.copytree(TOKENIZER, run / "tokenizer")
+    log = RolloutLog(log_path(run / "rollouts", 1, 0))
+    one = np.ones(2, np.float32)
+    log.append_sample(
+        {"input_ids": np.array([3, 4, 5], np.int32), "response_mask": np.ones(2, np.int32), "rollout_log_probs": -one},
+        {"position": 0, "uid": text, "sample_index": 0, "data_source": text, "prompt_length": 1, "response_length": 2,
+         "finish_reason": text, "score": np.float32(0.5), "acc": 1.0, "extras": json.dumps({text: text})},
+    )  # fmt: skip
+    log.close()
+    finish_step(run / "rollouts", 1, seed=0, weight_version=1, report=print)
+    trace = RecordLog(trace_path(run, 0))
+    trace.append({"step": 1, "rank": 0, "node": text})
+    trace.close()
+    events = run / "tensorboard" / "events.out.tfevents.1700000000.host.1.0"
+    events.parent.mkdir()
+    events.write_bytes(struct.pack("<QI", 9, 0) + b"\x09" + bytes(8) + bytes(4) + text.encode("utf-8", "replace"))
+    return run
+
+
+def read_run(place: Place, run: Path, commands: str = "report samples status trace scalars") -> str:
+    """What the commands print that read a run of others, and the page."""
+    said = ""
+    for command in commands.split():
+        out = ("--out", place.out / f"{command}.html") if command in ("report", "trace") else ()
+        name = ("-m", "hpcrl.telemetry.scalars") if command == "scalars" else ("-m", "hpcrl", command)
+        out = ("--text",) if command == "samples" else out  # JSON in a pipe is UTF-8 as it is
+        said += place.python(*name, run, *out, codes=(0, 1, 2), lines=10)
+    page = place.out / "report.html"
+    text = page.read_text() if page.exists() else ""
+    place.check(said)
+    if "<script>alert(1)" in text or "\u202e" in text or "\x9b" in text:
+        raise Reached("the page has hostile text as it is")
+    return said + text
+
+
+@attack(RUN, "files that are links to those of a private run", "report samples status trace scalars", is_fast=True)
+def links_of_a_run(place: Place) -> None:
+    private = write_run(place.private / "run", place.secret)
+    for is_deep in (True, False):
+        run = place.theirs / f"run_{is_deep}"
+        run.mkdir()
+        for path in sorted(private.rglob("*") if is_deep else private.iterdir()):
+            target = run / path.relative_to(private)
+            target.mkdir() if is_deep and path.is_dir() else target.symlink_to(path)
+        read_run(place, run)
+
+
+@attack(RUN, "pipes, devices and sparse files of 1 TB", "report samples status trace scalars")
+def special_files_of_a_run(place: Place) -> None:
+    makes: list[Callable[[Path], None]] = [os.mkfifo, lambda path: path.symlink_to("/dev/zero")]
+    makes += [lambda path: os.truncate(_empty(path), 1 << 40), _socket]
+    for number, make in enumerate(makes):
+        run = write_run(place.theirs / f"r{number}", "x")
+        for path in [path for path in run.rglob("*") if path.is_file()]:
+            path.unlink()
+            make(path)
+        read_run(place, run)
+
+
+def _empty(path: Path) -> Path:
+    path.touch()
+    return path
+
+
+def _socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # sockets have short names
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path.name)
+    os.chdir(here)
+
+
+@attack(RUN, "controls of terminals, scripts and marks in all texts and names", "report samples status trace scalars", is_fast=True)
+def texts_of_a_run(place: Place) -> None:
+    run = write_run(place.theirs / "run\n\x1b[31m-rf \u202e", SHOWN)
+    for name in ("logs/rank_00001\n\x1b[2J.log", "rollouts/step_00000002.h5\n", "-rf", "checkpoints/step_00000002\x1b"):
+        (run / name).write_text(SHOWN)
+    read_run(place, run)
+    place.hpcrl("status", place.theirs)
+
+
+@attack(RUN, "YAML and JSON: aliases, depth, other types", "report samples status trace scalars", is_fast=True)
+def values_of_a_run(place: Place) -> None:
+    run = write_run(place.theirs / "run", "x")
+    link = {"command": 3, "nodes": "x", "ntasks_per_node": [], "job": 4, "runs": [5, "\0", {}], "folder": None}
+    other = json.dumps({"model": {"tokenizer": ["x"]}, "run": 3, "links": [link], "code": [], "step": 1, "total_steps": []})
+    for text in (ALIASES, DEEP, '"x"', "[]", other, '{"links": [], "code": 1e999}'):
+        for name in ("config.yaml", "exit.json", "times.json", "slices.json", "metrics.jsonl", "chain.json"):
+            (run / name).write_text(text)
+        read_run(place, run, "report status samples")
+
+
+@attack(RUN, "configs that name private files and variables", "report samples status", is_fast=True)
+def names_in_a_run(place: Place) -> None:
+    private = write_run(place.private / "run", place.secret)
+    (place.private / "other.yaml").write_text(f"run: {{name: {place.secret}}}\n")
+    run = write_run(place.theirs / "run", "x")
+    link = {"command": "train", "nodes": 1, "ntasks_per_node": 1, "job": "1", "runs": [str(private)], "folder": "x"}
+    (run / "chain.json").write_text(json.dumps({"links": [link]}))
+    for config in (
+        {"extends": str(place.private / "other.yaml")},
+        {"run": {"name": "${oc.env:HPCRL_ATTACK_SECRET}", "dir": "$HPCRL_ATTACK_SECRET"}, "extends": "../../private/key"},
+        {"model": {"tokenizer": str(place.private)}, "run": {"dir": "../" * 20}},
+    ):  # fmt: skip
+        (run / "config.yaml").write_text(json.dumps(config))
+        (run / "checkpoints" / "latest").write_text("../../../private")
+        if "failed" in read_run(place, run, "report samples status").partition("<html")[0]:
+            raise Reached("the state of a private run was read")
+
+
+@attack(RUN, "HDF5: links and values in other files, bombs", "samples report", is_fast=True)
+def archives(place: Place) -> None:
+    import h5py
+    import numpy as np
+
+    private = write_run(place.private / "run", place.secret) / "rollouts" / "step_00000001.h5"
+    strings = h5py.string_dtype()
+
+    def external(file: h5py.File) -> None:
+        for name in ("uid", "data_source", "finish_reason", "extras"):
+            del file[f"samples/{name}"]
+            file[f"samples/{name}"] = h5py.ExternalLink(str(private), f"samples/{name}")
+
+    def virtual(file: h5py.File) -> None:
+        layout = h5py.VirtualLayout((1,), strings)
+        layout[:] = h5py.VirtualSource(str(private), "samples/uid", (1,))
+        del file["samples/uid"]
+        file.create_virtual_dataset("samples/uid", layout)
+
+    def raw(file: h5py.File) -> None:
+        del file["samples/score"]
+        file.create_dataset("samples/score", (4,), "u8", external=[(str(place.key), 0, 32)])
+
+    def filled(file: h5py.File) -> None:
+        del file["samples/score"]
+        file.create_dataset("samples/score", (2**36,), "f8", fillvalue=1.0, chunks=(2**20,))
+
+    def packed(file: h5py.File) -> None:
+        del file["samples/uid"]
+        file.create_dataset("samples/uid", (2**24,), "S64", compression="gzip", data=np.zeros(2**24, "S64"))
+
+    for number, change in enumerate((external, virtual, raw, filled, packed)):
+        run = write_run(place.theirs / f"r{number}", "x")
+        with h5py.File(run / "rollouts" / "step_00000001.h5", "r+") as file:
+            change(file)
+        read_run(place, run, "samples report")
+
+
+@attack(RUN, "event files, traces and logs with false lengths", "report trace scalars", is_fast=True)
+def lengths_of_a_run(place: Place) -> None:
+    run = write_run(place.theirs / "run", "x")
+    for header in (struct.pack("<QI", 2**63, 0), struct.pack("<QI", 2**26 - 1, 0), b"\xdd\xff\xff\xff\xff" * 99):
+        for name in ("tensorboard/events.out.tfevents.1700000000.host.1.0", "trace/rank_00000.log"):
+            (run / name).write_bytes(header + b"x" * 99)
+        (run / "logs" / "rank_00000.log").write_bytes(b"\0" * 10**7 + b"9" * 10**6)
+        (run / "metrics.jsonl").write_bytes(b'{"step": ' + b"9" * 10**5 + b"}\n" + b'{"step": 1e308}\n' * 99)
+        read_run(place, run, "report trace scalars")
+
+
+@attack(RUN, "modules with the names of Python's in the folder where the user is", "report samples status trace", is_fast=True)
+def modules_of_a_run(place: Place) -> None:
+    run = write_run(place.theirs / "run", "x")
+    for name in ("argparse", "yaml", "numpy", "h5py", "json", "logging", "sitecustomize"):
+        (run / f"{name}.py").write_text(place.code)
+    for command in ("report", "samples", "status", "trace"):
+        place.hpcrl(command, ".", cwd=run, codes=(0, 1, 2), lines=10)
+
+
+def checkpoint_of(place: Place) -> Path:
+    """Checkpoint of a run in `theirs` that a job has made."""
+    config = job(place, run={"name": "run", "dir": str(place.theirs)})
+    place.hpcrl("train", config, codes=(0,))
+    return place.theirs / "run" / "checkpoints" / "step_00000001"
+
+
+@attack(CHECKPOINT, "pickles, links, paths and depth", "score")
+def checkpoints(place: Place) -> None:
+    from hpcrl.checkpoint.manifest import MANIFEST, FileEntry, _hash_of_list, write_manifest
+
+    whole = checkpoint_of(place)
+    (place.root / "tokens").write_text('{"tokens": [3, 4, 5]}\n')
+
+    class Code:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {place.marker}",)
+
+    def path_out(folder: Path) -> None:
+        entry = FileEntry("../../../../private/key", 32, "0" * 32)._asdict() if False else {
+            "path": "../../../../private/key", "bytes": 32, "xxh3_128": "0" * 32}
+        (folder / MANIFEST).write_text(json.dumps({"files": [entry], "xxh3_128": _hash_of_list([entry])}))
+
+    changes: list[tuple[str, Callable[[Path], Any]]] = [
+        ("actor/common.pt", lambda path: path.write_bytes(pickle.dumps(Code()))),
+        ("actor/.metadata", lambda path: path.write_bytes(pickle.dumps(Code()))),
+        ("actor/.metadata", lambda path: path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../../x.disc"))),
+        ("actor/__0_0.distcp", place.link),
+        ("trainer.json", lambda path: path.write_text(DEEP)),
+        ("trainer.json", lambda path: path.write_text('{"step": "../x", "roles": 3, "versions": []}')),
+        ("actor/metadata.json", lambda path: path.write_text(DEEP)),
+    ]
+    for name, change in changes:
+        folder = place.theirs / "copy" / "checkpoints" / whole.name
+        shutil.rmtree(place.theirs / "copy", ignore_errors=True)
+        shutil.copytree(whole.parents[1], place.theirs / "copy")
+        change(folder / name)
+        write_manifest(folder)
+        place.hpcrl("score", place.theirs / "copy", "--tokens", place.root / "tokens", "--out", place.out / "scores", lines=10)
+
+
+@attack(DATA, "JSON lines and Parquet: depth, bombs", "data check", is_fast=True)
+def rows(place: Place) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    bomb = pyarrow.table({"prompt": pyarrow.DictionaryArray.from_arrays([0] * 10**5, ["x" * 20_000]).cast("string")}) if False else None
+    del bomb
+    honest = place.theirs / "val.jsonl"
+    honest.write_text(json.dumps(ROW) + "\n")
+    texts = (DEEP, '{"prompt": ' + DEEP + "}", '{"prompt": NaN}', '{"prompt": [{"role": 3}]}', "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"), SHOWN)
+    for text in texts:
+        (place.theirs / "train.jsonl").write_text(text)
+        place.hpcrl("data", "check", "--train", place.theirs / "train.jsonl", "--val", honest)
+    (place.theirs / "train.parquet").write_bytes(b"PAR1" + b"\xff" * 99 + struct.pack("<I", 2**31 - 1) + b"PAR1")
+    place.hpcrl("data", "check", "--train", place.theirs / "train.parquet", "--val", honest)
+
+
+@attack(DATA, "pictures: bombs, other formats, pipes, addresses", "library", is_fast=True)
+def pictures(place: Place) -> None:
+    import zlib
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(10**7))) + chunk(b"IEND", b"")
+    text = png[:33] + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(10**8))) + png[33:]
+    for name, data in {"a.png": png, "b.png": text, "c.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "d.svg": b"<svg/>"}.items():
+        (place.theirs / name).write_bytes(data)
+    os.mkfifo(place.theirs / "pipe.png")
+    program = (
+        "import sys\nfrom hpcrl.data.pictures import BadImage, open_picture\n"
+        "for name in ('a.png', 'b.png', 'c.eps', 'd.svg', 'pipe.png', '/dev/zero', 'http://127.0.0.1/x.png', 'data:,', sys.argv[2]):\n"
+        "    try:\n        open_picture(name, sys.argv[1], 1 << 24)\n        print(name, 'was opened')\n"
+        "    except BadImage as error:\n        pass\n"
+    )
+    if said := place.python("-c", program, place.theirs, place.key):
+        raise Reached(said)
+
+
+@attack(CONFIG, "aliases, depth, pipes, circles; names that lead out", "plan", is_fast=True)
+def configs(place: Place) -> None:
+    path = place.theirs / "job.yaml"
+    os.mkfifo(place.theirs / "pipe.yaml")
+    for text in (ALIASES, DEEP, f"extends: {path}", "extends: pipe.yaml", "extends: /dev/zero",
+                 "a: !!python/object/apply:os.system [touch marker]", SHOWN, f"run: {{name: ../../private/run, dir: {place.out}}}"):  # fmt: skip
+        path.write_text(text)
+        place.hpcrl("plan", path, lines=30)
+    place.hpcrl("plan", place.theirs / "pipe.yaml")
+    place.hpcrl("plan", job(place, run={"name": "../private/run", "dir": str(place.out)}))
+
+
+@attack(CONFIG, "machine and site files: aliases, depth, pipes", "plan, submit --dry-run", is_fast=True)
+def machines(place: Place) -> None:
+    path, config = place.theirs / "file.yaml", job(place)
+    makes: Iterator[Callable[[], Any]] = iter((
+        lambda: path.write_text(ALIASES), lambda: path.write_text(DEEP), lambda: os.mkfifo(path),
+        lambda: path.symlink_to("/dev/zero"),
+    ))  # fmt: skip
+    for make in makes:
+        path.unlink(missing_ok=True)
+        make()
+        place.hpcrl("plan", "--machine", path, config)
+        place.hpcrl("submit", "--dry-run", "--site", path, config)
