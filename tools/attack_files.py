@@ -8,7 +8,7 @@ import pickle
 import shutil
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,8 @@ def templates(place: Place) -> None:
 def tokenizers(place: Place) -> None:
     found = json.loads((TOKENIZER / "tokenizer.json").read_text())
     for changes in (
-        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(.*)*(.+)+$x"}, "behavior": "Isolated", "invert": False}},
+        {"pre_tokenizer": {
+            "type": "Split", "pattern": {"Regex": "(.*)*(.+)+$x"}, "behavior": "Isolated", "invert": False}},
         {"normalizer": {"type": "Replace", "pattern": {"Regex": "(1|2| |3)*"}, "content": "x" * 10**7}},
         {"normalizer": {"type": "Sequence", "normalizers": [
             {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 99}] * 9}},
@@ -177,14 +178,14 @@ def configs_beside(place: Place) -> None:
 
 def write_run(run: Path, text: str) -> Path:
     """A run as a job leaves it, with `text` where a run has text."""
+    import numpy as np
+
     from hpcrl.telemetry.archive import RecordLog, RolloutLog, finish_step, log_path
     from hpcrl.tracing.records import trace_path
 
-    import numpy as np
-
     files = {
         "config.yaml": json.dumps({"run": {"name": text, "dir": text}, "model": {"tokenizer": "tokenizer"}}),
-        "metrics.jsonl": json.dumps({"step": 1, "critic/score/mean": 0.5, f"a/{text}": 1.0, "timing_s/step": 1.0}) + "\n",
+        "metrics.jsonl": json.dumps({"step": 1, "critic/score/mean": 0.5, f"a/{text}": 1, "timing_s/step": 1}) + "\n",
         "exit.json": json.dumps({"code": 1, "rank": 0, "role": text, "phase": text, "error": text}),
         "times.json": json.dumps({"total_steps": 3, "step_s": 1.0, text: text}),
         "slices.json": json.dumps([{"job": text, "ends_at": 1e9, "host": text}]),
@@ -270,7 +271,12 @@ def _socket(path: Path) -> None:
     os.chdir(here)
 
 
-@attack(RUN, "controls of terminals, scripts and marks in all texts and names", "report samples status trace scalars", is_fast=True)
+@attack(
+    RUN,
+    "controls of terminals, scripts and marks in all texts and names",
+    "report samples status trace scalars",
+    is_fast=True,
+)
 def texts_of_a_run(place: Place) -> None:
     run = write_run(place.theirs / "run\n\x1b[31m-rf \u202e", SHOWN)
     for name in ("logs/rank_00001\n\x1b[2J.log", "rollouts/step_00000002.h5\n", "-rf", "checkpoints/step_00000002\x1b"):
@@ -283,7 +289,9 @@ def texts_of_a_run(place: Place) -> None:
 def values_of_a_run(place: Place) -> None:
     run = write_run(place.theirs / "run", "x")
     link = {"command": 3, "nodes": "x", "ntasks_per_node": [], "job": 4, "runs": [5, "\0", {}], "folder": None}
-    other = json.dumps({"model": {"tokenizer": ["x"]}, "run": 3, "links": [link], "code": [], "step": 1, "total_steps": []})
+    other = json.dumps(
+        {"model": {"tokenizer": ["x"]}, "run": 3, "links": [link], "code": [], "step": 1, "total_steps": []}
+    )
     for text in (ALIASES, DEEP, '"x"', "[]", other, '{"links": [], "code": 1e999}'):
         for name in ("config.yaml", "exit.json", "times.json", "slices.json", "metrics.jsonl", "chain.json"):
             (run / name).write_text(text)
@@ -299,7 +307,7 @@ def names_in_a_run(place: Place) -> None:
     (run / "chain.json").write_text(json.dumps({"links": [link]}))
     for config in (
         {"extends": str(place.private / "other.yaml")},
-        {"run": {"name": "${oc.env:HPCRL_ATTACK_SECRET}", "dir": "$HPCRL_ATTACK_SECRET"}, "extends": "../../private/key"},
+        {"run": {"name": "${oc.env:HPCRL_ATTACK_SECRET}", "dir": "$HPCRL_ATTACK_SECRET"}, "extends": str(place.key)},
         {"model": {"tokenizer": str(place.private)}, "run": {"dir": "../" * 20}},
     ):  # fmt: skip
         (run / "config.yaml").write_text(json.dumps(config))
@@ -308,7 +316,7 @@ def names_in_a_run(place: Place) -> None:
             raise Reached("the state of a private run was read")
 
 
-@attack(RUN, "HDF5: links and values in other files, bombs", "samples report", is_fast=True)
+@attack(RUN, "HDF5: links and values in other files, bombs", "samples report")
 def archives(place: Place) -> None:
     import h5py
     import numpy as np
@@ -357,7 +365,12 @@ def lengths_of_a_run(place: Place) -> None:
         read_run(place, run, "report trace scalars")
 
 
-@attack(RUN, "modules with the names of Python's in the folder where the user is", "report samples status trace", is_fast=True)
+@attack(
+    RUN,
+    "modules with the names of Python's in the folder where the user is",
+    "report samples status trace",
+    is_fast=True,
+)
 def modules_of_a_run(place: Place) -> None:
     run = write_run(place.theirs / "run", "x")
     for name in ("argparse", "yaml", "numpy", "h5py", "json", "logging", "sitecustomize"):
@@ -375,7 +388,7 @@ def checkpoint_of(place: Place) -> Path:
 
 @attack(CHECKPOINT, "pickles, links, paths and depth", "score")
 def checkpoints(place: Place) -> None:
-    from hpcrl.checkpoint.manifest import MANIFEST, FileEntry, _hash_of_list, write_manifest
+    from hpcrl.checkpoint.manifest import MANIFEST, _hash_of_list, write_manifest
 
     whole = checkpoint_of(place)
     (place.root / "tokens").write_text('{"tokens": [3, 4, 5]}\n')
@@ -385,8 +398,7 @@ def checkpoints(place: Place) -> None:
             return os.system, (f"touch {place.marker}",)
 
     def path_out(folder: Path) -> None:
-        entry = FileEntry("../../../../private/key", 32, "0" * 32)._asdict() if False else {
-            "path": "../../../../private/key", "bytes": 32, "xxh3_128": "0" * 32}
+        entry = {"path": "../../../../private/key", "bytes": 32, "xxh3_128": "0" * 32}
         (folder / MANIFEST).write_text(json.dumps({"files": [entry], "xxh3_128": _hash_of_list([entry])}))
 
     changes: list[tuple[str, Callable[[Path], Any]]] = [
@@ -397,31 +409,37 @@ def checkpoints(place: Place) -> None:
         ("trainer.json", lambda path: path.write_text(DEEP)),
         ("trainer.json", lambda path: path.write_text('{"step": "../x", "roles": 3, "versions": []}')),
         ("actor/metadata.json", lambda path: path.write_text(DEEP)),
+        (MANIFEST, lambda path: path_out(path.parent)),
     ]
     for name, change in changes:
         folder = place.theirs / "copy" / "checkpoints" / whole.name
         shutil.rmtree(place.theirs / "copy", ignore_errors=True)
         shutil.copytree(whole.parents[1], place.theirs / "copy")
         change(folder / name)
-        write_manifest(folder)
-        place.hpcrl("score", place.theirs / "copy", "--tokens", place.root / "tokens", "--out", place.out / "scores", lines=10)
+        if name != MANIFEST:
+            write_manifest(folder)
+        place.hpcrl(
+            *("score", place.theirs / "copy", "--tokens", place.root / "tokens", "--out", place.out / "scores"),
+            lines=10,
+        )
 
 
-@attack(DATA, "JSON lines and Parquet: depth, bombs", "data check", is_fast=True)
+@attack(DATA, "JSON lines and Parquet: depth, false lengths, one text many times", "data check", is_fast=True)
 def rows(place: Place) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    bomb = pyarrow.table({"prompt": pyarrow.DictionaryArray.from_arrays([0] * 10**5, ["x" * 20_000]).cast("string")}) if False else None
-    del bomb
-    honest = place.theirs / "val.jsonl"
+    honest, given = place.theirs / "val.jsonl", place.theirs / "train.jsonl"
     honest.write_text(json.dumps(ROW) + "\n")
-    texts = (DEEP, '{"prompt": ' + DEEP + "}", '{"prompt": NaN}', '{"prompt": [{"role": 3}]}', "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"), SHOWN)
-    for text in texts:
-        (place.theirs / "train.jsonl").write_text(text)
-        place.hpcrl("data", "check", "--train", place.theirs / "train.jsonl", "--val", honest)
-    (place.theirs / "train.parquet").write_bytes(b"PAR1" + b"\xff" * 99 + struct.pack("<I", 2**31 - 1) + b"PAR1")
-    place.hpcrl("data", "check", "--train", place.theirs / "train.parquet", "--val", honest)
+    for text in (DEEP, '{"prompt": ' + DEEP + "}", '{"prompt": NaN}', '{"prompt": [{"role": 3}]}', SHOWN):
+        given.write_text(text)
+        place.hpcrl("data", "check", "--train", given, "--val", honest)
+    given = place.theirs / "train.parquet"
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int32()), ["x" * 10**6])
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": texts}), given)
+    place.hpcrl("data", "check", "--train", given, "--val", honest)
+    given.write_bytes(b"PAR1" + b"\xff" * 99 + struct.pack("<I", 2**31 - 1) + b"PAR1")
+    place.hpcrl("data", "check", "--train", given, "--val", honest)
 
 
 @attack(DATA, "pictures: bombs, other formats, pipes, addresses", "library", is_fast=True)
@@ -432,42 +450,51 @@ def pictures(place: Place) -> None:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
-    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(10**7))) + chunk(b"IEND", b"")
+    png = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(10**7)))
+        + chunk(b"IEND", b"")
+    )
     text = png[:33] + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(10**8))) + png[33:]
-    for name, data in {"a.png": png, "b.png": text, "c.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "d.svg": b"<svg/>"}.items():
+    for name, data in {
+        "a.png": png,
+        "b.png": text,
+        "c.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "d.svg": b"<svg/>",
+    }.items():
         (place.theirs / name).write_bytes(data)
     os.mkfifo(place.theirs / "pipe.png")
+    names = ("a.png", "b.png", "c.eps", "d.svg", "pipe.png", "/dev/zero", "http://127.0.0.1/x.png", "data:,", place.key)
     program = (
-        "import sys\nfrom hpcrl.data.pictures import BadImage, open_picture\n"
-        "for name in ('a.png', 'b.png', 'c.eps', 'd.svg', 'pipe.png', '/dev/zero', 'http://127.0.0.1/x.png', 'data:,', sys.argv[2]):\n"
+        "import sys\nfrom hpcrl.data.pictures import BadImage, open_picture\nfor name in sys.argv[2:]:\n"
         "    try:\n        open_picture(name, sys.argv[1], 1 << 24)\n        print(name, 'was opened')\n"
         "    except BadImage as error:\n        pass\n"
     )
-    if said := place.python("-c", program, place.theirs, place.key):
+    if said := place.python("-c", program, place.theirs, *names):
         raise Reached(said)
 
 
-@attack(CONFIG, "aliases, depth, pipes, circles; names that lead out", "plan", is_fast=True)
+@attack(CONFIG, "aliases, depth, pipes, circles; names that lead out", "plan")
 def configs(place: Place) -> None:
     path = place.theirs / "job.yaml"
     os.mkfifo(place.theirs / "pipe.yaml")
-    for text in (ALIASES, DEEP, f"extends: {path}", "extends: pipe.yaml", "extends: /dev/zero",
-                 "a: !!python/object/apply:os.system [touch marker]", SHOWN, f"run: {{name: ../../private/run, dir: {place.out}}}"):  # fmt: skip
+    python = "a: !!python/object/apply:os.system [touch marker]"
+    name = f"run: {{name: ../../private/run, dir: {place.out}}}"
+    circle, pipe, device = f"extends: {path}", "extends: pipe.yaml", "extends: /dev/zero"
+    for text in (ALIASES, DEEP, circle, pipe, device, python, SHOWN, name):
         path.write_text(text)
         place.hpcrl("plan", path, lines=30)
     place.hpcrl("plan", place.theirs / "pipe.yaml")
     place.hpcrl("plan", job(place, run={"name": "../private/run", "dir": str(place.out)}))
 
 
-@attack(CONFIG, "machine and site files: aliases, depth, pipes", "plan, submit --dry-run", is_fast=True)
+@attack(CONFIG, "machine and site files: aliases, depth, pipes", "plan, submit --dry-run")
 def machines(place: Place) -> None:
     path, config = place.theirs / "file.yaml", job(place)
-    makes: Iterator[Callable[[], Any]] = iter((
-        lambda: path.write_text(ALIASES), lambda: path.write_text(DEEP), lambda: os.mkfifo(path),
-        lambda: path.symlink_to("/dev/zero"),
-    ))  # fmt: skip
-    for make in makes:
+    makes: list[Callable[[Path], Any]] = [lambda path: path.write_text(ALIASES), lambda path: path.write_text(DEEP)]
+    for make in (*makes, os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         path.unlink(missing_ok=True)
-        make()
+        make(path)
         place.hpcrl("plan", "--machine", path, config)
         place.hpcrl("submit", "--dry-run", "--site", path, config)

@@ -48,8 +48,7 @@ def attack(kind: str, name: str, against: str, *, is_fast: bool = False) -> Call
 
 
 class Place:
-    """private: a folder of the user's, with `secret` in the file key. theirs: of the attacker. out: what the user makes.
-
+    """private: a folder of the user's, with `secret` in its file key. theirs: of the attacker. out: what commands make.
     marker: a file that hostile code makes.
     """
 
@@ -75,8 +74,11 @@ class Place:
         lines: those of its stderr, where it ends with 2."""
         environment = {
             **{name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ},
-            **{"HOME": str(self.home), "TMPDIR": str(self.root), "HPCRL_ATTACK_SECRET": self.secret},
-            **{"PYTHONPATH": str(checkout.ROOT), "OMP_NUM_THREADS": "1"},
+            "HOME": str(self.home),
+            "TMPDIR": str(self.root),
+            "HPCRL_ATTACK_SECRET": self.secret,
+            "PYTHONPATH": str(checkout.ROOT),
+            "OMP_NUM_THREADS": "1",
         }
         (self.root / "given").write_text("y\n" * 100)
         output = self.root / "output"

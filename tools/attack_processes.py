@@ -72,6 +72,7 @@ def memory_of_programs(place: Place) -> None:
     programs = {name: sandbox_attacks.program(name) for name in sandbox_attacks.MEMORY}
     run_programs(place, programs, seconds=20, memory_mb=sandbox_attacks.LIMIT_MB)
 
+
 BOMBS = {
     "math_verify": [
         r"\boxed{" + "{" * 10**5 + "1" + "}" * 10**5 + "}", r"\boxed{9^{9^{9}}}", "7" * 10**6, r"\( x " * 20_000,
@@ -81,13 +82,18 @@ BOMBS = {
     "openai/gsm8k": ["#### " + "1," * 10**6],
 }  # fmt: skip
 WRONG = {
-    "numina_strict": [(r"\boxed{7200}", "72"), (r"\boxed{72_99}", "72"), (r"\boxed{(100,0.02)}", "(1,2)"), (r"\boxed{314}", r"\pi")],
+    "numina_strict": [
+        (r"\boxed{7200}", "72"), (r"\boxed{72_99}", "72"), (r"\boxed{(100,0.02)}", "(1,2)"), (r"\boxed{314}", r"\pi"),
+    ],
     "math_strict": [(r"\boxed{1=2=72}", "72"), (r"\boxed{72 \text{ or 73}}", "72"), (r"\boxed{}", "72")],
     "math_dapo_strict": [("Answer: $72$ or 73", "72")],
     "searchR1_strict": [("<answer></answer>", {"target": "The"})],
-    "countdown": [("<answer>1+2+3+4</answer>", {"numbers": [1, 2], "target": 10}), ("<answer>2</answer>", {"numbers": [1, 1], "target": 2})],
+    "countdown": [
+        ("<answer>1+2+3+4</answer>", {"numbers": [1, 2], "target": 10}),
+        ("<answer>2</answer>", {"numbers": [1, 1], "target": 2}),
+    ],
     "code_strict": [("```python\nimport os\nos._exit(0)\n```", {"inputs": ["", ""], "outputs": ["", "3"]})],
-    "taco": [("```python\nimport sys\nprint(open(0).read()); sys.exit(0)\n```", {"inputs": ["1"], "outputs": ["3"]})],
+    "taco": [("```python\nprint(open(0).read())\n```", {"inputs": ["1"], "outputs": ["3"]})],
 }  # fmt: skip
 SCORE = """
 import json, sys, time
@@ -97,8 +103,8 @@ scorer_for("math_verify")("math_verify", r"\boxed{2}", "2")  # imports the libra
 for source, answer, truth in bombs + wrong:
     began = time.process_time()
     found = scorer_for(source)(source, answer, truth)
-    seconds, score = time.process_time() - began, found["score"] if isinstance(found, dict) and "score" in found else found
-    score = score.get("acc", 0) if isinstance(score, dict) else score
+    seconds = time.process_time() - began
+    score = found.get("score", found.get("acc", 0)) if isinstance(found, dict) else found
     if score > 0.1 or seconds > 3:
         print(f"{source}: score {score} after {seconds:.1f} s for {answer[:40]!r}")
 """
@@ -150,11 +156,24 @@ def neighbour(place: Place) -> None:
     shared, found = place.open_to_others(), []
     for attacked in (False, True):
         config = job(place, run={"name": f"run_{attacked}", "dir": str(place.out)}, trainer={"total_training_steps": 6})
-        command = [launcher, "-n", "2", sys.executable, "-m", "hpcrl", "train", str(config), "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
+        command = [
+            launcher,
+            "-n",
+            "2",
+            sys.executable,
+            "-m",
+            "hpcrl",
+            "train",
+            str(config),
+            "data.train_batch_size=2",
+            "actor.ppo_mini_batch_size=2",
+        ]
         tool = Path(__file__).with_name("attack_neighbour.py")
         before = [sys.executable, str(tool), "--user", place.user, "--folders", str(shared), str(place.out), "--"]
         environment = {**os.environ, "TMPDIR": str(shared), "HOME": str(place.home), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*(before if attacked else []), *command], env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [*(before if attacked else []), *command], env=environment, capture_output=True, text=True, timeout=300
+        )
         if done.returncode:
             raise Reached(f"exit code {done.returncode}: {done.stdout[-300:]} {done.stderr[-300:]}")
         rows = [json.loads(line) for line in (place.out / f"run_{attacked}" / "metrics.jsonl").read_text().splitlines()]

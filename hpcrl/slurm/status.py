@@ -135,9 +135,10 @@ def report(run: Path) -> str:
         found.append((inside, (queue or {}).get(job), read_progress(inside)))
     states = states_of(found)
     table += [row(*run, files[2], *state) for run, files, state in zip(runs, found, states, strict=True)]
-    others = len(listed) - len(runs)
-    left_out = [f"{others} runs of the chain are left out: there, {chain.CHAIN_FILE} names another chain"] if others else []
-    return "\n".join([*aligned(table), "", summary([word for word, _ in states], queue), *left_out])
+    lines = [*aligned(table), "", summary([word for word, _ in states], queue)]
+    if left_out := len(listed) - len(runs):
+        lines.append(f"{left_out} of the chain's runs left out: their {chain.CHAIN_FILE} differs")
+    return "\n".join(lines)
 
 
 def summary(states: Sequence[str], queue: Mapping[str, Queued] | None) -> str:
