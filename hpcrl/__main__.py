@@ -5,8 +5,12 @@ import sys
 
 READERS = ("report", "samples", "status", "trace")  # of runs, which may be those of others
 FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-if sys.argv[1:2] and sys.argv[1] in READERS and sys.path[:1] == [os.getcwd()] != [FOLDER]:
-    del sys.path[0]  # Python imports from the working directory first, as a yaml.py in the run of another user
+if sys.argv[1:2] and sys.argv[1] in READERS and sys.path[0] != FOLDER:
+    try:
+        if sys.path[0] == os.getcwd():  # Python imports from there first, such as a yaml.py in the run of another user
+            del sys.path[0]
+    except OSError:  # the working directory was removed
+        pass
 
 from hpcrl.cli import main  # noqa: E402
 

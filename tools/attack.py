@@ -20,6 +20,7 @@ from pathlib import Path
 
 import attack_files  # noqa: F401  # these add to ATTACKS
 import attack_processes  # noqa: F401
+import attack_runs  # noqa: F401
 from attack_place import ATTACKS, Attack, NotPossible, Place, Reached
 
 from hpcrl.sandbox.foreign_text import printable
