@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from attack_files import ALIASES, DEEP, SHOWN, TOKENIZER
+from attack_files import ALIASES, DEEP, SHOWN, TOKENIZER, job, model
 from attack_place import Place, Reached, attack
 
 RUN = "run folder"
@@ -98,6 +98,19 @@ def special_files_of_a_run(place: Place) -> None:
         read_run(place, run)
 
 
+@attack("control", "no attack: an honest model, run and job pass", "report samples status plan data", is_fast=True)
+def honest(place: Place) -> None:
+    run = write_run(place.theirs / "run", "honest")
+    shutil.rmtree(run / "owner")
+    for command in ("report", "samples", "status"):
+        if "honest" not in place.hpcrl(command, run, codes=(0,)) and command == "samples":
+            raise Reached("`samples` shows no sample")
+    model(place)
+    config = job(place)
+    place.hpcrl("plan", config, codes=(0,))
+    place.hpcrl("data", "show", place.root / "rows.jsonl", "--job", "train", config, codes=(0,))
+
+
 def _empty(path: Path) -> Path:
     path.touch()
     return path
@@ -128,6 +141,7 @@ def texts_of_a_run(place: Place) -> None:
 @attack(RUN, "YAML and JSON: aliases, depth, other types", "report samples status trace scalars", is_fast=True)
 def values_of_a_run(place: Place) -> None:
     run = write_run(place.theirs / "run", "x")
+    shutil.rmtree(run / "owner")  # `status` would wait for its heartbeats each time
     link = {"command": 3, "nodes": "x", "ntasks_per_node": [], "job": 4, "runs": [5, "\0", {}], "folder": None}
     other = json.dumps(
         {"model": {"tokenizer": ["x"]}, "run": 3, "links": [link], "code": [], "step": 1, "total_steps": []}
