@@ -42,7 +42,7 @@ for name, program in programs.items():
         break
     if "reached" in ran.stdout or ran.fate == "ok" and ran.stdout.strip():
         print(f"{name}: {ran.stdout}")
-    if any(f"{error}Error: " in ran.stderr for error in ("Syntax", "Name", "Type", "Attribute", "Import", "ModuleNotFound")):
+    if any(f"{error}Error: " in ran.stderr for error in ("Syntax", "Name", "Type", "Attribute", "Import")):
         print(f"{name}: not run: {ran.stderr[-200:]}")
 """
 
