@@ -1,4 +1,5 @@
-"""Files of others are opened by `hpcrl.sandbox.foreign_files`; every place that reads other files is listed here."""
+"""Files of others are opened by `hpcrl.sandbox.foreign_files`; every place that reads other files is listed here, and
+every place that listens."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ PACKAGE = Path(__file__).parents[1] / "hpcrl"
 BY_NAME = {"read_text", "read_bytes", "safe_open", "from_file", "ParquetFile", "copyfile", "copy2", "copytree"}
 BY_NAME |= {"from_pretrained", "load_file", "get_single_node"}
 WHOLE = {"h5py.File", "np.load", "torch.load", "dcp.load", "yaml.load", "yaml.safe_load", "json.load", "library.open"}
-NAMES = {"open", *BY_NAME, *(name.rpartition(".")[2] for name in WHOLE)}
+LISTENS = {"create_server", "TCPStore", "init_process_group", "init_device_mesh", "bind", "listen", "Listener"}
+LISTENS |= {"HTTPServer", "ThreadingHTTPServer", "TCPServer", "start_server", "start_unix_server", "Open_port"}
+NAMES = {"open", *BY_NAME, *LISTENS, *(name.rpartition(".")[2] for name in WHOLE)}
 
 OWN, PROC, USERS, CHECKED, MADE = (
     "the package's own file",
@@ -37,7 +40,6 @@ ELSEWHERE = {  # module -> how many places, and which files
     "jobs/score.py": (1, MADE),
     "kernels/onednn.py": (1, PROC),
     "model/hf/directory.py": (1, CHECKED),
-    "predict/machine.py": (1, USERS),
     "report/page.py": (3, OWN),
     "run/inference.py": (2, MADE),
     "run/predicted.py": (1, PROC),
@@ -57,7 +59,6 @@ ELSEWHERE = {  # module -> how many places, and which files
     "sandbox/temporary_files.py": (2, f"{PROC}; {MADE}"),
     "sandbox/worker.py": (1, PROC),
     "slurm/bundle.py": (3, f"{OWN}; {USERS}; {MADE}"),
-    "slurm/site.py": (1, USERS),
     "telemetry/archive.py": (2, f"{CHECKED}; flushed, not read"),
     "telemetry/token_table.py": (1, MADE),
     "telemetry/token_text.py": (1, "text that was read"),
@@ -68,11 +69,24 @@ ELSEWHERE = {  # module -> how many places, and which files
     "workers/verdict_cache.py": (1, MADE),
 }
 
+LISTENERS = {  # module -> how many places, and what listens; docs/security.md says until when and to whom
+    "plan/meta.py": (1, "torch's fake process group: nothing"),
+    "rollout/tensorrt_llm/signatures.py": (1, "nothing: arguments of a signature"),
+    "rollout_source/streaming.py": (1, "nothing: the controller's own method"),
+    "runtime/gpus.py": (2, "nothing: CPUs of a process"),
+    "runtime/listeners.py": (1, "nothing: describes a socket"),
+    "runtime/rank_connections.py": (1, "rank 0, for the ranks that have the secret"),
+    "runtime/store.py": (3, "rank 0, for torch's store; the other ranks connect to it"),
+    "runtime/world.py": (1, "gloo and NCCL, as torch opens them"),
+}
+
 
 def reads_a_file(call: ast.Call) -> bool:
     """Whether a call opens a file to read it, other than by `foreign_files`."""
     name, called = call.func, ast.unparse(call.func)
     last = called.rpartition(".")[2]
+    if last in LISTENS:
+        return False
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
     texts = [node.value for it in given for node in ast.walk(it) if isinstance(node, ast.Constant)]
     modes = [text for text in texts if isinstance(text, str) and text and set(text) <= set("rwaxbt+")]
@@ -107,6 +121,12 @@ def test_files_of_others_are_opened_in_one_way() -> None:
         if found[name] != ELSEWHERE.get(name, (0,))[0]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_places_that_listen_are_known() -> None:
+    found = Counter(name for name, call in calls() if ast.unparse(call.func).rpartition(".")[2] in LISTENS)
+    listed = {name: number for name, (number, _) in LISTENERS.items()}
+    assert found == listed, "list the place here, and in the table of docs/security.md what it opens"
 
 
 def test_no_code_of_a_model_is_allowed() -> None:

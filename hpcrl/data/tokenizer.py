@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import ForeignFileError, check_folder, read_json
 from hpcrl.sandbox.foreign_text import printable
+from hpcrl.telemetry.token_text import check_growth
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +39,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if hasattr(tokenizer, "backend_tokenizer"):
+            check_growth(tokenizer.backend_tokenizer)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and bare Exception alike
         if not os.path.isdir(path):
             found = "no such directory, and not in the Hugging Face cache"

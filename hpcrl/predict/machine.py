@@ -7,6 +7,7 @@ one that it runs on.
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +18,7 @@ from hpcrl.config.inputs import is_machine_file
 from hpcrl.config.problems import validated
 from hpcrl.config.schema import Section
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.sandbox.foreign_files import MOST_CONFIG, read_text
 
 PACKAGED = Path(__file__).resolve().parents[1] / "machines"  # of an installed package; setup.py's link in a checkout
 MACHINES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "configs" / "machines"
@@ -108,7 +110,7 @@ def read_machine(name: str) -> Machine:
     """The machine of a file, or of `configs/machines/NAME.yaml`. Raises ConfigError, one line."""
     path = Path(name) if is_machine_file(name) else MACHINES / f"{name}.yaml"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(os.path.realpath(path), most=MOST_CONFIG)
     except (OSError, UnicodeDecodeError) as error:
         known = sorted(file.stem for file in MACHINES.glob("*.yaml"))
         nearest = difflib.get_close_matches(name, known, n=1)

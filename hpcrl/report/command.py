@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.sandbox.foreign_text import printable
 from hpcrl.sandbox.new_files import draft_of
 
 
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parsed = parser.parse_args(arguments)
     with exits.one_line_for_user_errors():
         size = write_report(parsed.runs, Path(parsed.out), by_name=parsed.seeds)
-        print(f"{parsed.out}: {size / 1e6:.1f} MB, {len(parsed.runs)} run{'s' * (len(parsed.runs) > 1)}")
+        num_runs = f"{len(parsed.runs)} run{'s' * (len(parsed.runs) > 1)}"
+        print(f"{printable(parsed.out)}: {size / 1e6:.1f} MB, {num_runs}")
     sys.exit(exits.DONE)
 
 

@@ -8,9 +8,11 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
@@ -72,6 +74,7 @@ def run_spmd(
     os.umask(PRIVATE)  # a run directory holds data and weights; child processes inherit the mask
     fork_server.start()
     temporary_files.set_compiler_cache()
+    tempfile.tempdir = util.get_temp_dir()  # of the rank: wandb, which megatron imports, leaves folders in it
     if stop is not None:
         stop.block_signals()  # again: multiprocessing unblocks SIGTERM and SIGINT
     try:

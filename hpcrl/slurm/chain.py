@@ -38,6 +38,8 @@ def read(folder: Path) -> list[Link] | None:
     """The chain that the run was submitted in; None if it was not submitted, or the file is damaged."""
     try:
         links = read_json(folder / CHAIN_FILE, {})["links"]
-        return [Link(**{**link, "runs": tuple(link["runs"])}) for link in links]
+        found = [Link(**{**link, "runs": tuple(link["runs"])}) for link in links]
     except (KeyError, TypeError):
         return None
+    texts = [text for link in found for text in (link.command, link.job, link.folder, *link.runs)]
+    return found if all(isinstance(text, str) and "\0" not in text for text in texts) else None

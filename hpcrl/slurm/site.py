@@ -22,6 +22,7 @@ from hpcrl.config.paths import NodePath, PathStr, in_bash
 from hpcrl.config.problems import validated
 from hpcrl.config.schema import SbatchOption, Section, SlurmValue, WallTime
 from hpcrl.config.yaml_core import ConfigError, Node
+from hpcrl.sandbox.foreign_files import MOST_CONFIG, read_text
 
 VARIABLE = "HPCRL_SITE"
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
@@ -100,7 +101,7 @@ def load_site(path: Path | None) -> SiteConfig:
     if path is None:
         return SiteConfig()
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(os.path.realpath(path), most=MOST_CONFIG).removeprefix("\ufeff")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"site file {path} cannot be read: {error}; use --site or {VARIABLE} for another") from None
     tree = yaml_core.parse(text, str(path))

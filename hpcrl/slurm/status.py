@@ -126,14 +126,19 @@ def report(run: Path) -> str:
         links = [Link("run", 0, 0, read_progress(run).job or "", (str(run),), str(run))]
     queue = read_queue([link.job for link in links if link.job])
     table = [["job", "run", "nodes", "Slurm job", "slice", "step", "ETA", "state"]]
-    runs = [(link, Path(folder), link.job_of(number)) for link in links for number, folder in enumerate(link.runs)]
+    listed = [(link, Path(folder), link.job_of(number)) for link in links for number, folder in enumerate(link.runs)]
+    # the chain.json of another user may name any folder
+    runs = [each for each in listed if each[1].resolve() == run.resolve() or chain.read(each[1]) == links]
     found = []
     for link, folder, job in runs:
         inside = folder / link.command if link.command in INSIDE_RUN else folder
         found.append((inside, (queue or {}).get(job), read_progress(inside)))
     states = states_of(found)
     table += [row(*run, files[2], *state) for run, files, state in zip(runs, found, states, strict=True)]
-    return "\n".join([*aligned(table), "", summary([word for word, _ in states], queue)])
+    lines = [*aligned(table), "", summary([word for word, _ in states], queue)]
+    if left_out := len(listed) - len(runs):
+        lines.append(f"{left_out} of the chain's runs left out: their {chain.CHAIN_FILE} differs")
+    return "\n".join(lines)
 
 
 def summary(states: Sequence[str], queue: Mapping[str, Queued] | None) -> str:

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.sandbox.foreign_files import is_folder, open_file, parse_json, read_text
+from hpcrl.sandbox.foreign_files import ForeignFileError, is_folder, open_file, parse_json, read_text
 
 TAIL_BYTES = 1 << 17  # about 30 steps
+MOST_TAIL = 1 << 25  # a file without rows in this many bytes has none
 MOST_BYTES = 1 << 30  # of metrics.jsonl
 
 
@@ -57,7 +58,10 @@ def read_run(path: str | os.PathLike[str]) -> RunLog:
         raise RunError(f"{path}: no such run; expected a run directory or a metrics.jsonl")
     name = place.resolve().name if place.is_dir() else place.resolve().parent.name
     for source in _sources(place):
-        rows = _read_jsonl(source) if source.suffix == ".jsonl" else _read_events(source)
+        try:
+            rows = _read_jsonl(source) if source.suffix == ".jsonl" else _read_events(source)
+        except ForeignFileError as error:
+            raise RunError(str(error)) from None
         if rows:
             return RunLog(name, dict(sorted(rows.items())))
     if place.is_dir() and not any(True for _ in _sources(place)):
@@ -83,7 +87,7 @@ def last_rows(path: str | os.PathLike[str], count: int) -> dict[int, dict[str, f
             rows = _rows(_tail(file, length))
         except OSError:
             return {}
-        if len(rows) >= count or length >= size:
+        if len(rows) >= count or length >= min(size, MOST_TAIL):
             return dict(sorted(rows.items()))
         length *= 4
 

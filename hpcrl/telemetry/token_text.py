@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 TOKENIZER_FILE = "tokenizer.json"
 LONGEST_CHARACTER = 8  # tokens; in UTF-8 four bytes
 REPLACEMENT = "\ufffd"
+MOST_GROWTH = 1000  # characters that a tokenizer may make of one
 
 
 class TokenText:
@@ -100,7 +102,9 @@ def token_text_of(run: Path) -> TokenText:
         from tokenizers import Tokenizer
 
         try:
-            return TokenText(Tokenizer.from_buffer(read_bytes(file, run if run in file.parents else folder)))
+            tokenizer = Tokenizer.from_buffer(read_bytes(file, run if run in file.parents else folder))
+            check_growth(tokenizer)
+            return TokenText(tokenizer)
         except Exception as error:  # the package raises bare Exception
             log.warning("%s cannot be read (%s)", file, " ".join(str(error).split())[:200])
     name = f"model.tokenizer={recorded}" if recorded else "config.yaml, which names none,"
@@ -109,6 +113,19 @@ def token_text_of(run: Path) -> TokenText:
         *(run, TOKENIZER_FILE, name, run / "tokenizer"),
     )
     return TokenText(None)
+
+
+def check_growth(tokenizer: Tokenizer) -> None:
+    """Raise ValueError if a short text could fill the memory: replacements that follow each other multiply."""
+    for part in filter(None, (tokenizer.normalizer, tokenizer.decoder)):
+        growth, waiting = 1, [json.loads(part.__getstate__())]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict) and value.get("type") in ("Replace", "Prepend"):
+                growth *= max(len(value.get("content") or value.get("prepend") or ""), 1)
+            waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if growth > MOST_GROWTH:
+            raise ValueError(f"its {type(part).__name__} makes more than {MOST_GROWTH} characters of one")
 
 
 def read_config(run: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TextIO
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
-from hpcrl.sandbox.foreign_text import ERRORS
+from hpcrl.sandbox.foreign_text import ERRORS, printable
 from hpcrl.sandbox.new_files import draft_of
 from hpcrl.telemetry.runlog import RunError, read_run
 from hpcrl.tracing.perfetto import Event, Timeline, phases_of
@@ -30,8 +30,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--png", metavar="FILE", help="draw the trace into this picture, too")
     options = parser.parse_args(arguments)
     with exits.one_line_for_user_errors():
-        print(export(Path(options.run), options.step, Path(options.out), options.png and Path(options.png)))
+        png = Path(options.png) if options.png else None
+        print_safely(export(Path(options.run), options.step, Path(options.out), png, print_safely))
     sys.exit(exits.DONE)
+
+
+def print_safely(line: str) -> None:
+    print(printable(line, one_line=True))
 
 
 def export(

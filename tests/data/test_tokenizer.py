@@ -168,6 +168,19 @@ def test_a_file_that_is_a_link_or_a_pipe_is_one_line(tmp_path: Path) -> None:
         assert f"{folder / name}: a " in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_replacements_that_multiply(tmp_path: Path, part: str) -> None:
+    """A few characters would fill the memory."""
+    folder = tmp_path / "bomb"
+    shutil.copytree(SHIPPED, folder)
+    found = json.loads((folder / "tokenizer.json").read_text())
+    steps = [{"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 60}] * 6
+    found[part] = {"type": "Sequence", f"{part}s": steps}
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+    with pytest.raises(InputError, match="makes more than 1000 characters of one"):
+        load_tokenizer(str(folder))
+
+
 def test_a_tokenizer_in_the_hub_cache(tmp_path: Path) -> None:
     blobs, folder = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "abc"
     blobs.mkdir(parents=True)

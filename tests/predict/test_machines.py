@@ -79,6 +79,13 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
         assert hint in one_line(error)
 
 
+def test_a_device_is_no_machine_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError) as error:
+        read_machine(str(tmp_path / "mine.yaml"))
+    assert "a device; expected a regular file" in one_line(error)
+
+
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     path = str(tmp_path / "mine.yaml")
     figures = {key: value for key, value in tree().items() if key != "name"}

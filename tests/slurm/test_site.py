@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,12 @@ def test_a_wrong_site_file_gives_one_line(text: str, line: str, tmp_path: Path) 
     with pytest.raises(ConfigError, match=line) as caught:
         load_site(path)
     assert "\n" not in str(caught.value) and "site.yaml" in str(caught.value)
+
+
+def test_a_pipe_is_no_site_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "site.yaml")
+    with pytest.raises(ConfigError, match="site.yaml: a pipe; expected a regular file"):
+        load_site(tmp_path / "site.yaml")
 
 
 def test_paths_are_those_of_whoever_submits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,28 @@ def test_of_one_run_the_chain_is_shown(status: Callable[..., Any], tmp_path: Pat
     lines = status(run, squeue=squeue).stdout.splitlines()
     assert lines[0].split() == ["job", "run", "nodes", "Slurm", "job", "slice", "step", "ETA", "state"]
     assert lines[1].split() == ["run", "a", "-", "41", "1", "20/100", "4m00s", "running", "on", "n1"]
+
+
+def test_a_chain_of_others_does_not_show_runs_that_are_not_in_it(status: Callable[..., Any], tmp_path: Path) -> None:
+    private = write_run(tmp_path / "private", 7, exit={"code": 1, "error": "of the private run"})
+    run = write_run(tmp_path / "runs" / "a", 20)
+    links = [Link("train", 1, 1, job, (str(folder),), str(folder)) for job, folder in (("41", run), ("42", private))]
+    (run / "chain.json").write_text(json.dumps({"links": [asdict(link) for link in links]}))
+    shown = status(run).stdout
+    assert "of the private run" not in shown and "1 of the chain's runs left out: their chain.json differs" in shown
+    write_chain(links)
+    assert "of the private run" in status(run).stdout
+    for wrong in ({"job": 41}, {"runs": [1]}, {"runs": ["\0"]}, {"folder": None}):
+        (run / "chain.json").write_text(json.dumps({"links": [asdict(links[0]) | wrong]}))
+        assert "20/100" in status(run).stdout
+
+
+def test_a_file_of_zeros_has_no_rows(status: Callable[..., Any], tmp_path: Path) -> None:
+    """It was read to its end, which may be terabytes away."""
+    run = write_run(tmp_path / "runs" / "a", 0)
+    with open(run / "metrics.jsonl", "wb") as file:
+        file.truncate(1 << 42)
+    assert "0/100" in status(run).stdout
 
 
 @pytest.mark.parametrize("host", ["", "elsewhere"])
