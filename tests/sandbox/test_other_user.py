@@ -41,6 +41,8 @@ print(run_python("import os; print(os.getuid(), os.listdir(), sorted(os.listdir(
 @pytest.fixture
 def readable() -> Iterator[Path]:
     """A copy of the sandbox that other users can read, in a folder whose parents they can enter."""
+    if os.getuid() != 0:
+        pytest.skip("only root can run programs as another user")
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
     (folder / "hpcrl").mkdir()
@@ -54,8 +56,6 @@ def readable() -> Iterator[Path]:
 
 
 def test_attacks_reach_nothing_for_another_user(readable: Path) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can run programs as another user")
     own = str(readable / "own")
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(readable), "HOME": own, "TMPDIR": own}
 
