@@ -204,7 +204,7 @@ class Attacker:
         return socket.create_connection(self._draw.choice(self.target.ports), timeout=0.2)
 
     def _path(self) -> Path | None:
-        """Something of another user in the folders, or a folder below them into which nobody else may look."""
+        """Something of another user in the folders, or a folder below them into which no other user may look."""
         path = self._draw.choice(self._folders)
         while path.is_dir() and not path.is_symlink():
             try:

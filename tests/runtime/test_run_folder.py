@@ -105,7 +105,7 @@ def test_what_another_user_has_put_into_a_folder_is_refused_at_any_depth(places:
         where.parent.mkdir(parents=True)
         where.parent.chmod(0o777)
         act(where)
-        where.parent.chmod(0o755)  # as someone does who reads that it can be written to
+        where.parent.chmod(0o755)  # as a user does who reads that it can be written to
         folder.chmod(0o700)
         assert f"{where} is owned by nobody" in refusal(folder)
 
