@@ -19,7 +19,7 @@ from hpcrl.runtime import rank_connections
 from hpcrl.runtime.key_value_store import LENGTH, MOST_BYTES, Connection, KeyValueStore, Values, pack, serve
 from hpcrl.runtime.rank_connections import SECRET_BYTES, RankListener, connect
 from hpcrl.runtime.sockets import Address
-from tests.runtime.second_user import NAME, second_user
+from tests.other_user import NAME, second_user
 
 
 class RankZero:

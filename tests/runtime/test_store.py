@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hpcrl.runtime import store
 from hpcrl.runtime.sockets import Address, listening
 from hpcrl.runtime.store import STORE_OPTIONS, C10dStore
-from tests.runtime.second_user import NAME, second_user
+from tests.other_user import NAME, second_user
 
 ONE_RANK: Any = SimpleNamespace(rank=0, size=1)
 
