@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,14 @@ settings.load_profile("hpcrl")
 # Without a GPU kernels run in Triton's interpreter. Triton asks for it when it is imported, which megatron does.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _signal_mask() -> Iterator[None]:
+    """A job's command that a test calls in this process blocks signals, which processes of later tests would inherit."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -67,7 +67,12 @@ class Job:
         place.write_text("0")
         process = self._start(*self.command, "run.name=a", **self.environ)
         until(lambda: place.read_text().startswith("held"), process, "rank 0 does not get to its second update")
+        until(self._has_saved, process, "the checkpoint of the first step is not committed")
         return process
+
+    def _has_saved(self) -> bool:
+        names = {path.name for path in (self.run / "checkpoints").iterdir()}
+        return "latest" in names and not any(name.endswith(".tmp") for name in names)
 
     @property
     def owner(self) -> int:
