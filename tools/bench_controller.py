@@ -39,7 +39,7 @@ from hpcrl.controller.columns import Block, Location, Read, Shares
 from hpcrl.controller.controller import Controller, replica_column, run_program
 from hpcrl.controller.executor import Command
 from hpcrl.controller.register import Dispatch, Worker, register
-from hpcrl.grid.layout import Layout
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import back_off, wait_time
 from hpcrl.runtime.world import World, finish, start_mpi
 

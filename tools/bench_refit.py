@@ -18,14 +18,14 @@ import checkout  # noqa: F401
 import torch
 from torch import Tensor
 
-from hpcrl.grid.groups import RoleGroups, make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.model.build import build_model, local_shards
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.refit import Refit, RefitReport
 from hpcrl.runtime import platform
+from hpcrl.runtime.groups import RoleGroups, make_groups
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World, finish, start_mpi, start_torch
 
 from megatron.core.resharding.refit import swap_model_weights  # isort: skip

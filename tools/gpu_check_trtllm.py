@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from hpcrl.config.schema import Config
-from hpcrl.grid.groups import make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.families import hf_config
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.planner import Resharding
@@ -27,6 +25,8 @@ from hpcrl.reshard.refit import Refit
 from hpcrl.reshard.transports import nodes_of
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
+from hpcrl.runtime.groups import make_groups
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from tools.gpu.outcome import Failed, Skip, require
 from tools.gpu.weights import held, whole_weights

@@ -34,7 +34,7 @@ from hpcrl.runtime import platform, run_owner
 from hpcrl.runtime.spans import spans
 
 if TYPE_CHECKING:
-    from hpcrl.grid.groups import RoleGroups
+    from hpcrl.runtime.groups import RoleGroups
 
 Staged = list[tuple[WriteItem, torch.Tensor]]
 

@@ -12,7 +12,7 @@ from typing import Any
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, ModelConfig, RolePlacement
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.grid.layout import Layout
+from hpcrl.runtime.layout import Layout
 
 AXES = ("tp", "pp", "cp", "vpp", "ep", "etp")
 

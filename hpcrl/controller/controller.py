@@ -47,8 +47,8 @@ from hpcrl.controller.executor import (
     Shutdown,
 )
 from hpcrl.controller.register import Registration, Worker, registration_of
-from hpcrl.grid.layout import Layout
 from hpcrl.runtime.accelerator import annotated
+from hpcrl.runtime.layout import Layout
 
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World

@@ -28,7 +28,7 @@ from hpcrl.runtime.spans import spans
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcrl.grid.layout import Layout
+    from hpcrl.runtime.layout import Layout
     from hpcrl.runtime.world import World
     from hpcrl.tracing.rank_trace import RankTrace
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from hpcrl.grid.layout import Layout
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.rank_status import RankStatus
 
 if TYPE_CHECKING:

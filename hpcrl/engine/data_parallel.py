@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hpcrl.config.schema import DdpConfig, OptimConfig
-    from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.gpt import PackedGPT
     from hpcrl.model.shape import ModelShape
+    from hpcrl.runtime.groups import RoleGroups
 
 
 class Overlap(NamedTuple):

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
     from hpcrl.config.roles import Part
     from hpcrl.config.schema import DdpConfig, MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
-    from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.shape import ModelShape
+    from hpcrl.runtime.groups import RoleGroups
 
 
 Loss = Callable[[Outputs, TensorBatch], tuple[Tensor, dict[str, Metric]]]

@@ -27,8 +27,8 @@ from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
-    from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.shape import ModelShape
+    from hpcrl.runtime.groups import RoleGroups
 
 
 def make_routing(

@@ -18,8 +18,8 @@ from hpcrl.model.build import named_parameters
 from hpcrl.model.params import OUTPUT_LAYER, SCALAR_HEADS, Head
 
 if TYPE_CHECKING:
-    from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.gpt import PackedGPT
+    from hpcrl.runtime.groups import RoleGroups
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
     from hpcrl.config.schema import OptimConfig
-    from hpcrl.grid.groups import RoleGroups
+    from hpcrl.runtime.groups import RoleGroups
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -36,9 +36,9 @@ with warnings.catch_warnings():
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import RecomputeConfig, TransformerEngineConfig
-    from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.params import Head, Shard
     from hpcrl.model.shape import Lora, ModelShape
+    from hpcrl.runtime.groups import RoleGroups
 
 
 def build_model(

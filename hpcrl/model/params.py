@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import (
     ATTENTION_PROJECTIONS,
     ROW_PARALLEL,
@@ -24,6 +23,7 @@ from hpcrl.model.shape import (
 )
 from hpcrl.model.vision import tower_tensors
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 
 Head = Literal["lm", "value", "reward"]
 Size: TypeAlias = tuple[int, ...]  # of a tensor

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.inputs import missing
-from hpcrl.grid.layout import GROUP_DIMS, Coord, Layout
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import GROUP_DIMS, Coord, Layout
 from hpcrl.runtime.mpi import all_gather_object, broadcast_object, run_collectively
 from hpcrl.runtime.user_code import has_imported
 from hpcrl.runtime.world import abort, finish, finish_with_error, start_mpi

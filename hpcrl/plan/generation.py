@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpcrl.config.schema import EngineConfig, JudgeConfig
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.model.vision import Vision
 from hpcrl.plan.tower import FP32, PicturePass
+from hpcrl.runtime.layout import Layout
 
 GIB = 2**30
 

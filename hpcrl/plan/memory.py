@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.roles import ACTOR, JUDGE, PLACED, REF, Part, RoleSpec, offloaded, with_own
 from hpcrl.config.schema import Config, S
-from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import check_longest
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
@@ -30,6 +29,7 @@ from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel, State
 from hpcrl.plan.tower import PicturePass
 from hpcrl.reshard.planner import RankTraffic, Resharding
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 
 MIB = 2**20
 GIB = 2**30

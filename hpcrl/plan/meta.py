@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.model.build import build_model
 from hpcrl.plan.state import RoleModel
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.platform import make_gather_buffer
 
 if TYPE_CHECKING:

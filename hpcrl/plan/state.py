@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from hpcrl.config.roles import HOST_BLOCK, Part
 from hpcrl.config.schema import OptimConfig
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard, shards
 from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter, matrix_of
+from hpcrl.runtime.layout import Layout
 
 # Megatron's alignment of a buffer that its distributed optimizer divides, in elements.
 PARAMETER_MULTIPLE = 64

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from hpcrl.grid.layout import Layout
 from hpcrl.predict.machine import Machine
 from hpcrl.runtime.fits import ring_link
+from hpcrl.runtime.layout import Layout
 
 
 class Group(NamedTuple):

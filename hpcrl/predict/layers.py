@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import SCALAR_HEADS, Head, chunk_layers, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
+from hpcrl.runtime.layout import Layout
 
 
 class Matrix(NamedTuple):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import Head
+from hpcrl.runtime.layout import Layout
 
 
 class Operators(NamedTuple):

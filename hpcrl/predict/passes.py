@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.plan.activations import INT64
@@ -17,6 +16,7 @@ from hpcrl.predict.cost import NOTHING, Cost, Units
 from hpcrl.predict.experts import fullest_rank, most_of
 from hpcrl.predict.layers import Layer, Matrix, Numbers, Stage, layer_of, numbers_of, stages_of
 from hpcrl.predict.operators import FORWARD, TRAINING, Operators
+from hpcrl.runtime.layout import Layout
 
 BACKWARD_ATTENTION = 2.5  # five products for the forward pass's two (Dao 2023, FlashAttention-2, arXiv:2307.08691)
 

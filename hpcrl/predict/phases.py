@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from hpcrl.config.roles import JUDGE, Part, offloaded
 from hpcrl.config.schema import EngineConfig, RecomputeConfig
-from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.generation import native_kv_cache
 from hpcrl.plan.memory import GIB, NEEDED, Phase, TrainingPlan
@@ -34,6 +33,7 @@ from hpcrl.predict.training import (
     update_cost,
 )
 from hpcrl.predict.transfer import Moved, refit_cost, refit_shares
+from hpcrl.runtime.layout import Layout
 
 COLUMNS = 8  # of a response's tokens, in fp32, that advantages read or write, and that an archive has
 ADVANTAGE_OPERATORS = 60

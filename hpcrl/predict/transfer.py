@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
-from hpcrl.grid.layout import Layout
 from hpcrl.predict.collectives import Network
 from hpcrl.predict.cost import Cost
+from hpcrl.runtime.layout import Layout
 
 STAGED = 4.0  # times that a refit reads or writes a byte that it moves: packed, and unpacked
 

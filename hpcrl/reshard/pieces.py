@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hpcrl.config.placement import divisors
-from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.files import peft_shards, plan_files
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Head, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 
 
 def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:

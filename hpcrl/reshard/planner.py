@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import Head, check_layout
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.reshard.pieces import (
@@ -28,6 +27,7 @@ from hpcrl.reshard.pieces import (
 )
 from hpcrl.reshard.routes import Routes, Transfer
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 
 Format = Literal["megatron", "tensorrt_llm", "hugging_face", "peft"]
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.grid.layout import Layout
 from hpcrl.kernels.checksum import add_checksum
 from hpcrl.model.params import Box, Shard
 from hpcrl.reshard.messages import Weights
 from hpcrl.reshard.pieces import ShardGroup
 from hpcrl.runtime.exits import CHECKSUM
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import all_gather_object, wait
 from hpcrl.runtime.watchdog import format_ranks
 

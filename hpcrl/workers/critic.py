@@ -15,8 +15,8 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.roles import CRITIC
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.model_worker import SEQUENCE, ModelWorker, Updates
 
 

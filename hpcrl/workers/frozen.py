@@ -10,8 +10,8 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.roles import POLICY, REF, REWARD, TEACHER
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.model_worker import SEQUENCE, ModelWorker
 
 

@@ -44,8 +44,8 @@ from hpcrl.workers.verdict_cache import VerdictCache, answer_key
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import Config, JudgeConfig
-    from hpcrl.grid.groups import RoleGroups
     from hpcrl.rollout.native.engine import NativeEngine
+    from hpcrl.runtime.groups import RoleGroups
     from hpcrl.workers.team import Inputs, Team
 
 log = logging.getLogger(__name__)

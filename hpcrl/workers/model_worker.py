@@ -22,9 +22,9 @@ from hpcrl.config.roles import offloaded
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.hf.directory import open_weights
 from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.runtime.groups import RoleGroups
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan

@@ -7,8 +7,8 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.model_worker import Updates
 from hpcrl.workers.preference import PAIR, PreferencePolicy
 

@@ -17,8 +17,8 @@ from hpcrl.batch.tensors import TensorBatch, training_mask
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.frozen import RefWorker
 from hpcrl.workers.model_worker import SEQUENCE, ModelWorker
 

@@ -20,8 +20,6 @@ from hpcrl.config.roles import ROLLOUT
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.grid.groups import RoleGroups
-from hpcrl.grid.layout import Layout
 from hpcrl.model.router import NOT_RECORDED
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import kv_cache_bytes
@@ -32,7 +30,9 @@ from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import RoleGroups
 from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
 from hpcrl.telemetry.archive import PictureFolder, read_step, step_path
 from hpcrl.workers import tool_pictures

@@ -18,9 +18,9 @@ from hpcrl.config.roles import SCORER
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import end_token_ids
-from hpcrl.grid.layout import Layout
 from hpcrl.rewards.manager import RewardManager, ScoreRequest, Scores
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,15 +17,15 @@ from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.roles import ACTOR, REWARD
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.model_worker import SEQUENCE, ModelWorker
 from hpcrl.workers.records import InputsWorker
 from hpcrl.workers.scorer import responses_of
 
 if TYPE_CHECKING:
     from hpcrl.data.image_loader import Dataset, ImageLoader
-    from hpcrl.grid.layout import Layout
+    from hpcrl.runtime.layout import Layout
     from hpcrl.workers.team import Inputs, Team
 
 

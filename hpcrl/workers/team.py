@@ -18,8 +18,6 @@ from hpcrl.data.judge_prompts import JudgePrompts
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import has_tokenizer, load_tokenizer, token_ids, tokenizer_of
-from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import check_longest
 from hpcrl.model.hf.directory import shape_of
 from hpcrl.model.params import check_adapters, role_layout
@@ -30,6 +28,8 @@ from hpcrl.rewards.registry import check_ground_truth
 from hpcrl.rollout.agent.tools import data_config
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from hpcrl.checkpoint.store import fsync
 from hpcrl.config.roles import EXPORT, REFIT, shares_weights
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
-from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.directory import whole_tensors
 from hpcrl.model.hf.files import ADAPTER_WEIGHTS, peft_shards, plan_files
 from hpcrl.model.params import Shard
@@ -27,6 +26,7 @@ from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.refit import Refit, RefitReport
 from hpcrl.reshard.transports import nodes_of
 from hpcrl.runtime import accelerator, platform
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World, before_mpi_finalize
 from hpcrl.workers.model_worker import DTYPES, ModelWorker
 from hpcrl.workers.rollout import RolloutWorker

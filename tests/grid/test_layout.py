@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.grid.layout import Layout
+from hpcrl.runtime.layout import Layout
 
 SIZES = st.integers(1, 3)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.exact import check_exact
 from hpcrl.model.hf.directory import Safetensors, open_weights
 from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
@@ -24,6 +23,7 @@ from hpcrl.reshard.pieces import check_tensorrt_llm
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 from tests.model.families import EXPERTS, LLAMA3, MODELS, SIZES, YARN, make_model
 from tests.model.vision_models import VISION_MODELS, vision_config
 

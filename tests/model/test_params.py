@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import Shard, check_adapters, check_layout, chunk_layers, role_layout, shards, stage_layers
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 
 
 def make_shape(**changes: object) -> ModelShape:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.directory import Safetensors, whole_tensors
 from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
 from hpcrl.model.hf.files import plan_files
@@ -19,6 +18,7 @@ from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 from tests.model.vision_models import (
     IMAGE,
     VISION_MODELS,

@@ -26,7 +26,7 @@ from hpcrl.runtime.world import World, finish, kill_job, start_mpi, start_torch
 from hpcrl.sandbox import fork_server
 
 if TYPE_CHECKING:
-    from hpcrl.grid.groups import RoleGroups
+    from hpcrl.runtime.groups import RoleGroups
     from tests.mpi.lab import Lab
 
 SECONDS_OF_GRACE = 5.0  # a rank that failed waits this long for the others to end the same phase

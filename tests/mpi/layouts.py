@@ -16,10 +16,10 @@ from hpcrl.checkpoint.sharded_save import SavedPart, ShardedSave, describe
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config, MoeConfig, OptimConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import RoleGroups, make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.model.build import copy_boxes, local_shards, named_parameters
 from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
+from hpcrl.runtime.groups import RoleGroups, make_groups
+from hpcrl.runtime.layout import Layout
 from hpcrl.workers.model_worker import ModelWorker
 
 # Five layers do not divide evenly over two stages, nor over four chunks. Of 45 ids, padded to 64, the last of four

@@ -17,11 +17,11 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import GroupCache, make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
+from hpcrl.runtime.groups import GroupCache, make_groups
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
 from tests.rollout.small_model import SHAPE
 

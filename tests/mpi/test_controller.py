@@ -13,7 +13,7 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.controller.columns import PlacedColumn
 from hpcrl.controller.controller import Controller, replica_column, run_program
 from hpcrl.controller.register import Dispatch, Worker, register
-from hpcrl.grid.layout import Layout
+from hpcrl.runtime.layout import Layout
 
 pytestmark = pytest.mark.ci_world(4)
 

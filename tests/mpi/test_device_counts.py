@@ -19,9 +19,9 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.kernels.grouped_experts import Experts, mixture
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.actor_objective import ActorObjective
 from tests.mpi.layouts import SGD, SHAPE
 from tests.strict_device.load import Counts, in_place_of_cuda, load_on_all_ranks

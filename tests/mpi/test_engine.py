@@ -17,10 +17,10 @@ from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.optim import clip_gradients, gradient_norm, optimizer_parts
 from hpcrl.engine.outputs import vocab_parallel_log_probs
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime import platform
+from hpcrl.runtime.groups import RoleGroups
 from hpcrl.runtime.world import World
 from tests.mpi.layouts import (
     DEEPSEEK,

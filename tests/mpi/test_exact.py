@@ -10,12 +10,12 @@ from torch import Tensor
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.grid.groups import GroupCache
-from hpcrl.grid.layout import Layout
 from hpcrl.model.build import named_parameters
 from hpcrl.model.exact import KEYS
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.groups import GroupCache
+from hpcrl.runtime.layout import Layout
 from tests.mpi.lab import metrics, on
 from tests.mpi.layouts import make_batch, part_of
 from tests.mpi.pairs import Pair, train, training_engine

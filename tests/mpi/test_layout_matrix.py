@@ -19,12 +19,12 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import check
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.jobs.train import Train
 from hpcrl.model.params import SCALAR_HEADS, role_layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.critic import CriticWorker

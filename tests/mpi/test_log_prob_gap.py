@@ -16,10 +16,10 @@ from hpcrl.algorithms.metrics import finish, merge, to_floats
 from hpcrl.algorithms.off_policy import off_policy_metrics
 from hpcrl.algorithms.statistics import rollout_log_prob_statistics
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.grid.groups import GroupCache
-from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.groups import GroupCache
+from hpcrl.runtime.layout import Layout
 from tests.mpi.pairs import Pair, train, training_engine
 
 pytestmark = pytest.mark.ci_world(4)

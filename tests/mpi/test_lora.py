@@ -13,12 +13,12 @@ import transformers
 from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.schema import OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.build import copy_boxes, initial_weight, local_shards
 from hpcrl.model.hf.families import read_shape
 from hpcrl.model.hf.files import ADAPTER_CONFIG, adapter_config
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.weight_transfer import ExportWorker
 from tests.model.families import make_model
 from tests.mpi.layouts import (

@@ -13,13 +13,13 @@ from torch import Tensor
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.refit import Refit
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups
+from hpcrl.runtime.layout import Layout
 from tests.covering import slow_but
 from tests.mpi.layouts import DEEPSEEK
 

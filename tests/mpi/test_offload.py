@@ -14,8 +14,8 @@ from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.offload import storages_of
 from hpcrl.engine.optim import optimizer_tensors
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.groups import RoleGroups
 from tests.mpi.lab import Lab, metrics, own_layout
 from tests.mpi.layouts import DEEPSEEK, MIXTURE, SHAPE, make_batch, part_of, policy_loss, save_sharded
 

@@ -10,9 +10,9 @@ import torch
 from hpcrl.config.schema import DdpConfig, OptimConfig
 from hpcrl.engine.data_parallel import Overlap
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import RoleGroups
 from tests.mpi.lab import metrics, on
 from tests.mpi.layouts import MIXTURE, ROUTER_LOSSES, SGD, SHAPE, TIED, make_batch, part_of, policy_loss
 

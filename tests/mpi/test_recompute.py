@@ -9,9 +9,9 @@ import torch
 
 from hpcrl.config.schema import RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import RoleGroups
 from tests.mpi.layouts import (
     MIXTURE,
     ROUTER_LOSSES,

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import RoleGroups
-from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard import messages, transports
 from hpcrl.reshard.pieces import ShardGroup, megatron_shard_groups
@@ -25,6 +23,8 @@ from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.rollout_source.source import refit_metrics
 from hpcrl.runtime import exits
+from hpcrl.runtime.groups import RoleGroups
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.watchdog import format_ranks
 from hpcrl.runtime.world import World
 from tests.covering import covering

@@ -21,11 +21,11 @@ from hpcrl.checkpoint.store import load_path
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.controller import Controller, run_program
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import RoleGroups, make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.jobs.rm import RewardModel
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import RoleGroups, make_groups
 from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from hpcrl.workers.frozen import RewardModelWorker
 from hpcrl.workers.supervised import PreferenceDataWorker

@@ -16,9 +16,9 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, run_program
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import RoleGroups, make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import RoleGroups, make_groups
+from hpcrl.runtime.layout import Layout
 from hpcrl.workers.frozen import TeacherWorker
 from hpcrl.workers.model_worker import ModelWorker
 from hpcrl.workers.team import teacher_shape

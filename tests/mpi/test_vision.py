@@ -14,8 +14,6 @@ import transformers
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.pictures import PictureColumn
 from hpcrl.batch.ragged import Ragged
-from hpcrl.grid.groups import GroupCache, make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.families import read_shape
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
@@ -25,6 +23,8 @@ from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.refit import Refit
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams, Trajectory
+from hpcrl.runtime.groups import GroupCache, make_groups
+from hpcrl.runtime.layout import Layout
 from hpcrl.workers.rollout import response_columns
 from tests.model.vision_models import (
     VISION_MODELS,

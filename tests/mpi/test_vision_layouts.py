@@ -17,12 +17,12 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.hf.families import read_shape, shape_from_hf
 from hpcrl.model.hf.files import ADAPTER_CONFIG, adapter_config, peft_shards
 from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora, ModelShape
 from hpcrl.model.tower import encode
 from hpcrl.model.vision import Trained
+from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.weight_transfer import ExportWorker
 from tests.model.vision_models import VISION_MODELS, make_vision_batch, make_vision_model, save_vision_model
 from tests.mpi.layouts import (

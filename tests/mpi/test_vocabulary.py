@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import GroupCache
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.groups import GroupCache
+from hpcrl.runtime.layout import Layout
 from hpcrl.telemetry.archive import read_step, step_path
 from tests.mpi.lab import Lab, metrics, on
 from tests.mpi.layouts import SGD, SHAPE, assert_slices, gradients, make_batch, part_of, policy_loss, role_groups

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.grid.layout import GROUP_DIMS, Layout
 from hpcrl.plan.dry_run import Place, digest, disagreements, started_by_launcher
+from hpcrl.runtime.layout import GROUP_DIMS, Layout
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {"actor": Layout(tuple(range(8)), tp=2, pp=2), "critic": Layout((4, 5, 6, 7), tp=4)}

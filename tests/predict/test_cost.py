@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.grid.layout import Layout
 from hpcrl.predict.collectives import Group, Network, group_of, interpolated
 from hpcrl.predict.cost import Cost, Units
 from hpcrl.predict.phases import Timed
+from hpcrl.runtime.layout import Layout
 from tests.predict.machines import cpu, gpu
 
 UNITS = Units.of(gpu().device, "bfloat16", 2)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hpcrl.config.schema import OptimConfig
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.meta import fake_rank
@@ -19,6 +18,7 @@ from hpcrl.predict.operators import ENGINE, FORWARD, TRAINING, Operators
 from hpcrl.predict.training import OPTIMIZER_OPERATORS
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.measure_device import CountOperators
 from tests.plan.passes import LENGTH, SAMPLES, loss, make_batch
 from tests.plan.shapes import MOE, SHAPE

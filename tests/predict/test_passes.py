@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.model.sizes import forward_flops
 from hpcrl.predict.collectives import Network
@@ -17,6 +16,7 @@ from hpcrl.predict.experts import most_of
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.passes import Micro, PassModel, Recompute, pipelined
 from hpcrl.predict.training import Optimizer, Passes, Update, forward_cost, imbalance, packing, update_cost
+from hpcrl.runtime.layout import Layout
 from tests.plan.shapes import DEEPSEEK, MOE, SHAPE
 from tests.predict.machines import gpu
 

@@ -12,10 +12,10 @@ from functools import cache
 import numpy as np
 from hypothesis import strategies as st
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import Shard, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.planner import Resharding
+from hpcrl.runtime.layout import Layout
 
 Tensors = dict[str, np.ndarray]
 PADDING = -1  # elements that no source holds

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.planner import Resharding
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 from tests.reshard.flow import least_largest_load
 from tests.reshard.pairs import (
     PADDING,

@@ -11,8 +11,8 @@ import pytest
 
 from hpcrl.controller.busy import BusyClock, BusyReport
 from hpcrl.controller.controller import Controller
-from hpcrl.grid.layout import Layout
 from hpcrl.run.performance import STEPS, Slow, Stragglers, busy_metrics, lasting, slow_ranks
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import WaitTime
 
 UPDATE = "actor.update_actor"

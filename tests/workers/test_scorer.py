@@ -16,9 +16,9 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import CustomRewardConfig, DataConfig, RewardConfig
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.grid.layout import Layout
 from hpcrl.rewards.manager import RewardManager
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 from hpcrl.workers.scorer import ResponseScorer, ScorerWorker
 
 if TYPE_CHECKING:

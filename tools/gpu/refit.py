@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import shards
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.refit import Refit
 from hpcrl.reshard.transports import nodes_of
 from hpcrl.runtime import accelerator
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from tools.gpu.outcome import Skip, require
 from tools.gpu.qwen import shape

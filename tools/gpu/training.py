@@ -12,10 +12,10 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.schema import OptimConfig, TransformerEngineConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.grid.groups import make_groups
-from hpcrl.grid.layout import Layout
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.groups import make_groups
+from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from tools.gpu.native import load
 from tools.gpu.outcome import Skip, require

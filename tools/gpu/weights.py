@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import Shard, shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.layout import Layout
 
 SHAPE = ModelShape(
     num_layers=4,

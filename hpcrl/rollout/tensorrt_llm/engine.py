@@ -36,8 +36,8 @@ from hpcrl.runtime.exits import InputError
 if TYPE_CHECKING:
     import torch
 
-    from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.params import Shard
+    from hpcrl.runtime.groups import RoleGroups
 
 POLL_SECONDS = 0.02  # longest time between two broadcasts of results
 CANCEL_SECONDS = 60.0  # then a cancelled request without a result counts as not started

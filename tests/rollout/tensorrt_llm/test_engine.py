@@ -12,7 +12,6 @@ import torch
 
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Request, RolloutEngine, SamplingParams
@@ -20,6 +19,7 @@ from hpcrl.rollout.tensorrt_llm.arguments import engine_arguments
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
 from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 from tests.rollout.tensorrt_llm.standins import Comm, StandIn, output
 
 SHAPE = ModelShape(1, 16, 32, 4, 2, 4, 50)

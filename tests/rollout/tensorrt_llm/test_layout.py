@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.reshard.planner import Resharding
 from hpcrl.rollout.tensorrt_llm.worker import buffers
+from hpcrl.runtime.layout import Layout
 
 LAYER = "model.layers.{}."
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from hpcrl.grid.layout import GROUP_DIMS, Coord, Layout
+from hpcrl.runtime.layout import GROUP_DIMS, Coord, Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
