@@ -257,7 +257,7 @@ def check(arguments: list[str]) -> NoReturn:
 
 
 def check_job(config: str | None, overrides: list[str], machine: str | None, rounds: int) -> NoReturn:
-    from hpcrl.checkpoint.manifest import verify
+    from hpcrl.engine.checkpoint.manifest import verify
     from hpcrl.runtime import check_job
 
     save_machine = None

@@ -147,7 +147,7 @@ def test_a_batch_is_made_and_moved_without_torch() -> None:
     folders = ("batch", "controller", "telemetry")
     modules = [f"hpcrl.{folder}.{path.stem}" for folder in folders for path in (PACKAGE / folder).glob("[!_]*.py")]
     modules += [f"hpcrl.data.{name}" for name in ("answers", "command", "curriculum", "prompts", "sampler")]
-    modules += [f"hpcrl.checkpoint.{name}" for name in ("manifest", "store")]
+    modules += [f"hpcrl.engine.checkpoint.{name}" for name in ("manifest", "store")]
     modules += ["hpcrl.algorithms.metrics", "hpcrl.rollout.protocol"]
     assert not loaded_after(f"import {', '.join(modules)}").intersection({"torch", "megatron", "transformers"})
 
@@ -195,7 +195,7 @@ assert not set(heavy).intersection(sys.modules), set(heavy).intersection(sys.mod
 
 # and all of it is there for those who ask
 import torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor, torch.utils.cpp_extension
-import hpcrl.checkpoint.sharded_load, hpcrl.checkpoint.sharded_save
+import hpcrl.engine.checkpoint.sharded_load, hpcrl.engine.checkpoint.sharded_save
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 assert torch.utils.cpp_extension.load_inline and torch.distributed.checkpoint.default_planner
 assert type(tokenizer) is PreTrainedTokenizerFast

@@ -24,9 +24,9 @@ OWN, PROC, USERS, CHECKED, MADE = (
     "a file that this job made",
 )
 ELSEWHERE = {  # module -> how many places, and which files
-    "checkpoint/manifest.py": (4, f"{CHECKED}, or {MADE}: hashed"),
-    "checkpoint/sharded_load.py": (2, CHECKED),
-    "checkpoint/store.py": (1, "flushed, not read"),
+    "engine/checkpoint/manifest.py": (4, f"{CHECKED}, or {MADE}: hashed"),
+    "engine/checkpoint/sharded_load.py": (2, CHECKED),
+    "engine/checkpoint/store.py": (1, "flushed, not read"),
     "cli.py": (1, OWN),
     "config/yaml_core.py": (1, "text that was read"),
     "controller/profiler.py": (2, MADE),

@@ -184,7 +184,7 @@ def checkpoint_of(place: Place) -> Path:
 
 @attack(CHECKPOINT, "pickles, links, paths and depth", "score")
 def checkpoints(place: Place) -> None:
-    from hpcrl.checkpoint.manifest import MANIFEST, _hash_of_list, write_manifest
+    from hpcrl.engine.checkpoint.manifest import MANIFEST, _hash_of_list, write_manifest
 
     whole = checkpoint_of(place)
     (place.root / "tokens").write_text('{"tokens": [3, 4, 5]}\n')

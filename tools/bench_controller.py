@@ -222,7 +222,7 @@ class ScorerStub(Worker):
 
 
 class RefitReport(NamedTuple):
-    """The fields of `hpcrl.reshard.refit.RefitReport`, whose file imports torch."""
+    """The fields of `hpcrl.engine.refit.refit.RefitReport`, whose file imports torch."""
 
     seconds: float = 1.0
     bytes_sent: int = 0

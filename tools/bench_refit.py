@@ -18,11 +18,11 @@ import checkout  # noqa: F401
 import torch
 from torch import Tensor
 
+from hpcrl.engine.refit.planner import Resharding
+from hpcrl.engine.refit.refit import Refit, RefitReport
 from hpcrl.model.build import build_model, local_shards
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.refit import Refit, RefitReport
 from hpcrl.runtime import platform
 from hpcrl.runtime.groups import RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout

@@ -62,10 +62,10 @@ class Export:
     """The export of a run's newest checkpoint, with the run's validation prompts."""
 
     def __init__(self, run: Path, num_prompts: int) -> None:
-        from hpcrl.checkpoint.store import load_path
         from hpcrl.cli import load_job
         from hpcrl.data.prompts import PromptDataset
         from hpcrl.data.tokenizer import load_tokenizer
+        from hpcrl.engine.checkpoint.store import load_path
         from hpcrl.rollout.agent.tools import data_config
 
         self.template = run / "config.yaml"

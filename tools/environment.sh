@@ -88,7 +88,7 @@ run_pip install -qq --no-deps -e .
 env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 .venv/bin/python -W ignore -c "
 from hpcrl.runtime import platform
 platform.import_megatron()
-import hpcrl.checkpoint.sharded_load, hpcrl.checkpoint.sharded_save, hpcrl.jobs.train, hpcrl.jobs.sft, tensorboard" ||
+import hpcrl.engine.checkpoint.sharded_load, hpcrl.engine.checkpoint.sharded_save, hpcrl.jobs.train, hpcrl.jobs.sft, tensorboard" ||
     die "what is installed cannot be imported; see above"
 printf '%s\n' "$wanted" >"$stamp"
 say "ready after $((SECONDS - started)) s"

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from hpcrl.config.schema import Config
+from hpcrl.engine.refit.planner import Resharding
+from hpcrl.engine.refit.refit import Refit
+from hpcrl.engine.refit.transports import nodes_of
 from hpcrl.model.hf.families import hf_config
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.refit import Refit
-from hpcrl.reshard.transports import nodes_of
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
 from hpcrl.runtime.groups import make_groups

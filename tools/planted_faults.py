@@ -104,7 +104,7 @@ FAULTS = [
     Fault(
         "gap-refit",
         "rollout and training log-probs over ten steps: weights that a later refit does not send",
-        "reshard/refit.py",
+        "engine/refit/refit.py",
         "        for transport in self._transports:\n            transport.start(loop",
         "        for transport in self._transports * (self._num_runs < 3):\n            transport.start(loop",
         2,
@@ -132,7 +132,7 @@ FAULTS = [
     Fault(
         "plan-local",
         "a plan moves nothing that is there",
-        "reshard/routes.py",
+        "engine/refit/routes.py",
         "targets += [Target(group, rank) for rank in here if rank not in self.place]",
         "targets += [Target(group, rank) for rank in here]",
         0,
@@ -141,7 +141,7 @@ FAULTS = [
     Fault(
         "plan-once",
         "a plan moves all else once",
-        "reshard/routes.py",
+        "engine/refit/routes.py",
         "if start + rectangle.start >= high:",
         "if start + rectangle.start > high:",
         0,
@@ -150,7 +150,7 @@ FAULTS = [
     Fault(
         "plan-balance",
         "senders are balanced as an exact flow would",
-        "reshard/routes.py",
+        "engine/refit/routes.py",
         "SWEEPS = 200",
         "SWEEPS = 1",
         0,
@@ -159,7 +159,7 @@ FAULTS = [
     Fault(
         "refit-memory",
         "100 refits leave memory flat",
-        "reshard/refit.py",
+        "engine/refit/refit.py",
         "        loop = RequestLoop()\n",
         "        loop = RequestLoop()\n        old = vars(self).setdefault('_old', [])\n"
         "        old.append([tensor.clone() for tensor in source.values()])\n",
@@ -169,7 +169,7 @@ FAULTS = [
     Fault(
         "refit-checksum",
         "a corrupted byte is found: every bit counts",
-        "reshard/verification.py",
+        "engine/refit/verification.py",
         "return (x ^ _shifted(x, 31)) | 1",
         "return x ^ _shifted(x, 31)",
         0,
@@ -178,7 +178,7 @@ FAULTS = [
     Fault(
         "refit-corrupted",
         "a corrupted byte is found and named",
-        "reshard/refit.py",
+        "engine/refit/refit.py",
         "self._num_runs <= NUM_VERIFIED",
         "self._num_runs < NUM_VERIFIED",
         4,
@@ -568,7 +568,7 @@ FAULTS = [
     Fault(
         "damage-flipped",
         "a flipped file of a checkpoint is found by name",
-        "checkpoint/manifest.py",
+        "engine/checkpoint/manifest.py",
         "return None if found == expected else",
         "return None if found[:0] == expected[:0] else",
         0,
@@ -577,7 +577,7 @@ FAULTS = [
     Fault(
         "damage-removed",
         "a removed file of a checkpoint is found by name",
-        "checkpoint/manifest.py",
+        "engine/checkpoint/manifest.py",
         '        if not path.is_file():\n            return f"{name} is missing"\n',
         "        if not path.exists():\n            return None\n",
         0,
@@ -586,7 +586,7 @@ FAULTS = [
     Fault(
         "damage-fallback",
         "the checkpoint before the damaged one is used",
-        "checkpoint/store.py",
+        "engine/checkpoint/store.py",
         "sorted(found, reverse=True)",
         "sorted(found)",
         0,
@@ -595,7 +595,7 @@ FAULTS = [
     Fault(
         "short-write",
         "a short write during a save is noticed",
-        "checkpoint/manifest.py",
+        "engine/checkpoint/manifest.py",
         "rest = rest[written:]",
         "rest = rest[len(rest) :]",
         0,
@@ -604,7 +604,7 @@ FAULTS = [
     Fault(
         "quota",
         "a quota during a save is noticed",
-        "checkpoint/manifest.py",
+        "engine/checkpoint/manifest.py",
         "            self._error = error\n        return len(view)",
         "            pass\n        return len(view)",
         0,
@@ -613,7 +613,7 @@ FAULTS = [
     Fault(
         "full-disk",
         "a full disk during a save costs that checkpoint alone",
-        "checkpoint/sharded_save.py",
+        "engine/checkpoint/sharded_save.py",
         'problem = f"rank {self._groups.rank} on {socket.gethostname()}: {error_line(error)}"',
         "problem = None",
         0,
@@ -686,7 +686,7 @@ FAULTS = [
     Fault(
         "save-process",
         "a save starts no process",
-        "checkpoint/sharded_save.py",
+        "engine/checkpoint/sharded_save.py",
         "        self._path.mkdir(parents=True, exist_ok=True)\n",
         '        __import__("subprocess").run(["mkdir", "-p", self._path], check=True)\n',
         2,

@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.loader import dump_config
 from hpcrl.config.roles import EXPORT, POLICY
 from hpcrl.config.schema import CheckpointConfig, Config
+from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.run.job import WeightsJob, add_overrides
 from hpcrl.run.job_config import config_of, folder_of
 from hpcrl.run.run import versions

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.roles import ACTOR, JUDGE, PLACED, REF, Part, RoleSpec, offloaded, with_own
 from hpcrl.config.schema import Config, S
+from hpcrl.engine.refit.planner import RankTraffic, Resharding
 from hpcrl.model.architecture import check_longest
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
@@ -27,7 +28,6 @@ from hpcrl.plan.generation import JudgeEngine, encoding_work, generation_work, n
 from hpcrl.plan.refit import Question, job_shape, model_shape, question
 from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel, State
 from hpcrl.plan.tower import PicturePass
-from hpcrl.reshard.planner import RankTraffic, Resharding
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 

@@ -17,11 +17,11 @@ from hpcrl.config.placement import place
 from hpcrl.config.roles import ACTOR, ROLLOUT, shares_weights
 from hpcrl.config.schema import Config, ModelConfig
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.engine.refit.planner import RankTraffic, Resharding
 from hpcrl.model.architecture import shape_from_yaml, with_training
 from hpcrl.model.params import role_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.state import ITEMSIZE
-from hpcrl.reshard.planner import RankTraffic, Resharding
 from hpcrl.runtime.launcher import format_spans
 
 NAMED = 4  # ranks that a row names

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from hpcrl.config.derive import Derived
 from hpcrl.config.placement import PlacedRole
 from hpcrl.config.roles import Part, offloaded
+from hpcrl.engine.refit.planner import Resharding
 from hpcrl.model.params import chunk_layers, role_layout
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.memory import NEEDED, Phase, TrainingPlan
@@ -18,7 +19,6 @@ from hpcrl.plan.state import ITEMSIZE, RoleModel, State
 from hpcrl.predict.phases import whole_numbers
 from hpcrl.predict.space import AXES, Keys
 from hpcrl.predict.training import least_states
-from hpcrl.reshard.planner import Resharding
 from hpcrl.runtime.layout import Layout
 
 NOWHERE = Layout((-1,))

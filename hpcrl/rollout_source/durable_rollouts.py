@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from hpcrl.checkpoint.manifest import MANIFEST
+from hpcrl.engine.checkpoint.manifest import MANIFEST
 from hpcrl.sandbox.foreign_files import read_bytes
 from hpcrl.telemetry.archive import generation_logs
 

@@ -27,7 +27,7 @@ from hpcrl.telemetry.archive import finish_step, read_samples, step_path
 from hpcrl.telemetry.progress import PhaseTimers
 
 if TYPE_CHECKING:
-    from hpcrl.reshard.refit import RefitReport
+    from hpcrl.engine.refit.refit import RefitReport
 
 
 @dataclass

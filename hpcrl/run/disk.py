@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.checkpoint.store import CheckpointStore
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
+from hpcrl.engine.checkpoint.store import CheckpointStore
 from hpcrl.model.shape import Lora
 from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes
 from hpcrl.plan.refit import size

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcrl.checkpoint.store import TRAINER_FILE, is_hugging_face
 from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
@@ -20,6 +19,7 @@ from hpcrl.config.roles import ACTOR, GENERATIONS, JUDGE, POLICY, REFIT, REWARD,
 from hpcrl.config.rules import check_judge, check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
+from hpcrl.engine.checkpoint.store import TRAINER_FILE, is_hugging_face
 from hpcrl.rollout_source.source import WeightSync
 from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from hpcrl.algorithms.registry import UnknownName
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
-from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.loader import load_config, quoted_path, raw_value
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 

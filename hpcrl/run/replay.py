@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpcrl.checkpoint.store import TRAINER_FILE, CheckpointStore
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.inputs import KEYS as INPUT_FILES
 from hpcrl.config.loader import job_file, load_config, quoted_path, raw_value
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.engine.checkpoint.store import TRAINER_FILE, CheckpointStore
 from hpcrl.run.job import SupervisedJob, TrainingJob
 from hpcrl.run.job_config import softmax_vocab_of
 from hpcrl.run.run import versions

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.checkpoint.manifest import SavedPart, error_line
-from hpcrl.checkpoint.store import CheckpointStore, Retention, is_hugging_face
 from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.controller.controller import Controller
 from hpcrl.data.tokenizer import end_token_ids, load_tokenizer
+from hpcrl.engine.checkpoint.manifest import SavedPart, error_line
+from hpcrl.engine.checkpoint.store import CheckpointStore, Retention, is_hugging_face
 from hpcrl.model.hf.files import ADAPTER_CONFIG, TokenizerFiles, adapter_config, plan_files, write_beside
 from hpcrl.model.shape import Lora
 from hpcrl.plan.state import ITEMSIZE
@@ -143,7 +143,7 @@ class Saver:
 
     def _commit(self, save: Save) -> float:
         """Wait for all parts and commit the checkpoint, on the thread. Returns the seconds of the save."""
-        from hpcrl.checkpoint.sharded_save import describe
+        from hpcrl.engine.checkpoint.sharded_save import describe
 
         parts = {role: [self._part(save, role, rank) for rank in plans] for role, plans in save.plans.items()}
         everyone = [part for found in parts.values() for part in found]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.checkpoint.store import CheckpointStore, load_path
 from hpcrl.config.loader import load_config
 from hpcrl.config.paths import expanded
 from hpcrl.config.schema import Config
+from hpcrl.engine.checkpoint.store import CheckpointStore, load_path
 from hpcrl.run.job_config import softmax_vocab_of
 from hpcrl.run.time_budget import check_progress
 from hpcrl.runtime.exits import InputError

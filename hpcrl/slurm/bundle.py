@@ -25,12 +25,12 @@ from typing import Any
 
 import xxhash
 
-from hpcrl.checkpoint.manifest import MANIFEST, FileEntry, write_manifest
-from hpcrl.checkpoint.store import load_path
 from hpcrl.config import yaml_core
 from hpcrl.config.inputs import file_of, inputs
 from hpcrl.config.paths import literal
 from hpcrl.config.schema import Config
+from hpcrl.engine.checkpoint.manifest import MANIFEST, FileEntry, write_manifest
+from hpcrl.engine.checkpoint.store import load_path
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.run_folder import close_to_others, make_directory

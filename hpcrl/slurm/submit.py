@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hpcrl.checkpoint.store import load_path
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.inputs import inputs, missing
 from hpcrl.config.loader import quoted_path
 from hpcrl.config.schema import AUTO, Config, JobConfig
+from hpcrl.engine.checkpoint.store import load_path
 from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory

@@ -52,7 +52,7 @@ class RewardModelWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def load_frozen(self, folder: str) -> None:
         """Load the weights of a step folder of `hpcrl rm`, head included."""
-        from hpcrl.checkpoint.sharded_load import load_sharded
+        from hpcrl.engine.checkpoint.sharded_load import load_sharded
 
         with self.engine.offload.on_device("parameters"):
             load_sharded(self.engine, Path(folder) / "reward", optimizer=False)

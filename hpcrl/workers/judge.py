@@ -18,12 +18,12 @@ from torch import Tensor
 from hpcrl.algorithms.metrics import Mean
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.checkpoint.manifest import MANIFEST
-from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.roles import JUDGE, judge_weights, offloaded
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.judge_prompts import Encoded, JudgePrompts
 from hpcrl.data.tokenizer import end_token_ids
+from hpcrl.engine.checkpoint.manifest import MANIFEST
+from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.offload import HostMemory, Offload, Offloadable, storages_of
 from hpcrl.model.build import copy_boxes, initial_weight
@@ -121,7 +121,7 @@ class JudgeWorker(Worker):
         self.weights_name = name_of(path)
 
     def _load_checkpoint(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        from hpcrl.checkpoint.sharded_load import load_sharded
+        from hpcrl.engine.checkpoint.sharded_load import load_sharded
 
         if self.shape.num_experts and self.layout.tp > 1:
             raise InputError(

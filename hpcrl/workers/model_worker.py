@@ -16,11 +16,11 @@ from hpcrl.algorithms.metrics import Mean, Metric, to_floats
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.packing import mini_batch_of
 from hpcrl.batch.tensors import training_mask
-from hpcrl.checkpoint.manifest import SavedPart
-from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.roles import offloaded
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.register import Dispatch, Worker, register
+from hpcrl.engine.checkpoint.manifest import SavedPart
+from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.hf.directory import open_weights
 from hpcrl.model.shape import Lora, ModelShape
@@ -129,7 +129,7 @@ class ModelWorker(Worker):
         written. scratch: see `checkpoint.scratch`. keep_memory: keep the copy's memory for the next save. Offloaded
         state is on the device until it is copied.
         """
-        from hpcrl.checkpoint.sharded_save import ShardedSave  # a second of imports, for runs that save
+        from hpcrl.engine.checkpoint.sharded_save import ShardedSave  # a second of imports, for runs that save
 
         role, memory = self.groups.role, self._save_memory if keep_memory else []
 
@@ -148,7 +148,7 @@ class ModelWorker(Worker):
         if weights_only and is_hugging_face(Path(folder)):
             self.engine.load_hugging_face(open_weights(Path(folder), self.engine.shape))
             return
-        from hpcrl.checkpoint.sharded_load import load_sharded
+        from hpcrl.engine.checkpoint.sharded_load import load_sharded
 
         source, whole = Path(folder) / (role or self.groups.role), not weights_only
         adapters = whole or self.engine.optimizer is None

@@ -14,17 +14,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpcrl.checkpoint.store import fsync
 from hpcrl.config.roles import EXPORT, REFIT, shares_weights
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
+from hpcrl.engine.checkpoint.store import fsync
+from hpcrl.engine.refit.planner import Resharding
+from hpcrl.engine.refit.refit import Refit, RefitReport
+from hpcrl.engine.refit.transports import nodes_of
 from hpcrl.model.hf.directory import whole_tensors
 from hpcrl.model.hf.files import ADAPTER_WEIGHTS, peft_shards, plan_files
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.refit import Refit, RefitReport
-from hpcrl.reshard.transports import nodes_of
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World, before_mpi_finalize

@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from hpcrl.checkpoint.manifest import HashedFile, write_file
+from hpcrl.engine.checkpoint.manifest import HashedFile, write_file
 
 TENSOR = torch.arange(50_000, dtype=torch.float32)
 WHOLE = 100_000  # bytes that the failing disks take
@@ -74,7 +74,7 @@ class HalfAtATime(io.FileIO):
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[type], None]:
     def mount(disk: type[io.FileIO]) -> None:
         opened = lambda path, mode, buffering, opener: disk(path, mode, opener=opener)  # noqa: E731
-        monkeypatch.setattr("hpcrl.checkpoint.manifest.open", opened, raising=False)
+        monkeypatch.setattr("hpcrl.engine.checkpoint.manifest.open", opened, raising=False)
 
     return mount
 

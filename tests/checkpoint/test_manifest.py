@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.checkpoint.manifest import MANIFEST, verify, write_manifest
+from hpcrl.engine.checkpoint.manifest import MANIFEST, verify, write_manifest
 from tests.checkpoint.damage import flipped, truncated
 
 FILES = {"trainer.json": b"{}", "actor/__0_0.distcp": bytes(range(256)) * 50, "actor/empty": b"", "critic/x": b"abc"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.checkpoint.store import Retention
+from hpcrl.engine.checkpoint.store import Retention
 
 NAN = float("nan")
 SCORES = {10: 0.5, 20: 0.9, 30: None, 40: 0.7, 50: 0.9, 60: NAN, 70: 0.1}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.checkpoint.manifest import FileEntry, hash_file, write_manifest
-from hpcrl.checkpoint.store import CheckpointStore, Retention, load_path, read_trainer_state
+from hpcrl.engine.checkpoint.manifest import FileEntry, hash_file, write_manifest
+from hpcrl.engine.checkpoint.store import CheckpointStore, Retention, load_path, read_trainer_state
 from hpcrl.runtime.exits import InputError
 from tests.checkpoint.damage import flipped, truncated
 

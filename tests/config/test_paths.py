@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
-from hpcrl.checkpoint.manifest import write_file
 from hpcrl.config.loader import dump_config, job_file, load_config
 from hpcrl.config.paths import NodePath, PathStr, expanded, literal
 from hpcrl.config.problems import sections_in
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.engine.checkpoint.manifest import write_file
 from hpcrl.jobs.train import Train
 from hpcrl.run.start import check_scratch
 from hpcrl.runtime.exits import InputError

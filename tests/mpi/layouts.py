@@ -12,9 +12,9 @@ import torch.distributed as dist
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.checkpoint.sharded_save import SavedPart, ShardedSave, describe
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config, MoeConfig, OptimConfig
+from hpcrl.engine.checkpoint.sharded_save import SavedPart, ShardedSave, describe
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.build import copy_boxes, local_shards, named_parameters
 from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling

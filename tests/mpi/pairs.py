@@ -12,10 +12,10 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.engine.refit.planner import Resharding
+from hpcrl.engine.refit.refit import Refit
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
-from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.refit import Refit
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime.groups import GroupCache, make_groups

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.schema import OptimConfig, RecomputeConfig
+from hpcrl.engine.checkpoint.sharded_load import load_sharded
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.build import copy_boxes, initial_weight, local_shards
 from hpcrl.model.hf.families import read_shape

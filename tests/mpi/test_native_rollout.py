@@ -13,9 +13,9 @@ from torch import Tensor
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.engine.refit.planner import Resharding
+from hpcrl.engine.refit.refit import Refit
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.refit import Refit
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups

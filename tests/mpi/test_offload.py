@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.roles import HOST_BLOCK
 from hpcrl.config.schema import OptimConfig
+from hpcrl.engine.checkpoint.sharded_load import load_sharded
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.offload import storages_of
 from hpcrl.engine.optim import optimizer_tensors

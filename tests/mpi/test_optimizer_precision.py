@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.optimizer import distrib_optimizer
 
-from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.schema import OptimConfig
+from hpcrl.engine.checkpoint.sharded_load import load_sharded
 from hpcrl.engine.engine import TrainEngine
 from tests.mpi.layouts import SHAPE, make_batch, part_of, policy_loss, role_groups, save_sharded
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.engine.refit import messages, transports
+from hpcrl.engine.refit.pieces import ShardGroup, megatron_shard_groups
+from hpcrl.engine.refit.planner import Resharding
+from hpcrl.engine.refit.refit import Refit, RefitReport
+from hpcrl.engine.refit.verification import ChecksumMismatch
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard import messages, transports
-from hpcrl.reshard.pieces import ShardGroup, megatron_shard_groups
-from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.refit import Refit, RefitReport
-from hpcrl.reshard.verification import ChecksumMismatch
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.rollout_source.source import refit_metrics

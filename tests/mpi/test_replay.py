@@ -14,8 +14,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcrl.checkpoint.manifest import write_manifest
 from hpcrl.cli import load_job
+from hpcrl.engine.checkpoint.manifest import write_manifest
 from hpcrl.run.replay import job_of, replayed
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory

@@ -17,9 +17,9 @@ from hpcrl.algorithms.value_loss import bradley_terry_loss
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.checkpoint.store import load_path
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.controller import Controller, run_program
+from hpcrl.engine.checkpoint.store import load_path
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.jobs.rm import RewardModel
 from hpcrl.runtime.exits import InputError

@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch
 
-from hpcrl.checkpoint.sharded_load import load_sharded
-from hpcrl.checkpoint.sharded_save import ShardedSave
 from hpcrl.config.schema import OptimConfig
+from hpcrl.engine.checkpoint.sharded_load import load_sharded
+from hpcrl.engine.checkpoint.sharded_save import ShardedSave
 from hpcrl.engine.engine import TrainEngine
 from tests.covering import slow_but
 from tests.mpi.lab import Lab, own_layout

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.schema import OptimConfig
+from hpcrl.engine.checkpoint.sharded_load import load_sharded
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError

@@ -14,13 +14,13 @@ import transformers
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.pictures import PictureColumn
 from hpcrl.batch.ragged import Ragged
+from hpcrl.engine.refit.planner import Resharding
+from hpcrl.engine.refit.refit import Refit
 from hpcrl.model.hf.families import read_shape
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.model.tower import divide
 from hpcrl.model.vision import Vision
-from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.refit import Refit
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams, Trajectory
 from hpcrl.runtime.groups import GroupCache, make_groups

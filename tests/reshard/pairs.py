@@ -12,9 +12,9 @@ from functools import cache
 import numpy as np
 from hypothesis import strategies as st
 
+from hpcrl.engine.refit.planner import Resharding
 from hpcrl.model.params import Shard, shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.planner import Resharding
 from hpcrl.runtime.layout import Layout
 
 Tensors = dict[str, np.ndarray]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.reshard.routes import Demand, balanced
+from hpcrl.engine.refit.routes import Demand, balanced
 from tests.reshard.flow import least_largest_load
 
 demands = st.lists(

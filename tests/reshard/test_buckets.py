@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.reshard.messages import messages, pages, size
-from hpcrl.reshard.planner import Move
+from hpcrl.engine.refit.messages import messages, pages, size
+from hpcrl.engine.refit.planner import Move
 
 ITEMSIZE = 4
 

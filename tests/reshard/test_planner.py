@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from hpcrl.engine.refit.planner import Resharding
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.planner import Resharding
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 from tests.reshard.flow import least_largest_load

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from hpcrl.checkpoint.store import CheckpointStore
+from hpcrl.engine.checkpoint.store import CheckpointStore
 from hpcrl.runtime import run_owner
 from hpcrl.telemetry.writer import MetricsWriter
 

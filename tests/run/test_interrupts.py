@@ -31,7 +31,7 @@ HELD = """
 import time
 from pathlib import Path
 from hpcrl.controller.executor import Executor
-from hpcrl.checkpoint.store import CheckpointStore
+from hpcrl.engine.checkpoint.store import CheckpointStore
 
 folder = Path(__file__).parent
 execute, commit = Executor._execute, CheckpointStore.commit

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcrl.checkpoint.store import CheckpointStore
 from hpcrl.config.schema import Config
+from hpcrl.engine.checkpoint.store import CheckpointStore
 from hpcrl.run.start import find_start
 from hpcrl.runtime.exits import InputError
 

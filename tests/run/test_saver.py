@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.checkpoint.store import CheckpointStore
+from hpcrl.engine.checkpoint.store import CheckpointStore
 from tests.checkpoint.damage import flipped, truncated
 from tests.run.small_run import checkpoints, compared, lines, log_of, run_folder, train
 from tests.runtime.conftest import MPIEXEC, REPOSITORY, environment
@@ -39,7 +39,7 @@ KILLED = """
 import os
 import signal
 
-from hpcrl.checkpoint.manifest import HashedFile
+from hpcrl.engine.checkpoint.manifest import HashedFile
 
 write = HashedFile.write
 
@@ -55,7 +55,7 @@ HashedFile.write = die
 SLOW = """
 import time
 
-from hpcrl.checkpoint.manifest import HashedFile
+from hpcrl.engine.checkpoint.manifest import HashedFile
 
 write, pieces = HashedFile.write, 20
 

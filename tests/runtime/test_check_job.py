@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.checkpoint.manifest import write_manifest
+from hpcrl.engine.checkpoint.manifest import write_manifest
 from hpcrl.runtime.check import Finding
 from hpcrl.runtime.check_job import Facts, Links, node_findings, nodes_of, world_findings
 from hpcrl.runtime.launcher import node_name

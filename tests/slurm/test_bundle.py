@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.checkpoint.manifest import verify, write_manifest
 from hpcrl.config.inputs import inputs
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.data.row_file import short_names
+from hpcrl.engine.checkpoint.manifest import verify, write_manifest
 from hpcrl.runtime.exits import InputError
 from hpcrl.slurm import bundle
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from hpcrl.engine.refit.planner import Resharding
+from hpcrl.engine.refit.refit import Refit
+from hpcrl.engine.refit.transports import nodes_of
 from hpcrl.model.params import shards
-from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.refit import Refit
-from hpcrl.reshard.transports import nodes_of
 from hpcrl.runtime import accelerator
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World

@@ -18,8 +18,8 @@ import numpy as np
 from torch import Tensor
 
 from hpcrl.config.schema import Config
+from hpcrl.engine.refit.pieces import tensorrt_llm_shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 from hpcrl.rollout.tensorrt_llm import signatures
 from hpcrl.rollout.tensorrt_llm.arguments import (

@@ -12,8 +12,8 @@ import torch
 
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.engine.refit.pieces import tensorrt_llm_shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Request, RolloutEngine, SamplingParams
 from hpcrl.rollout.tensorrt_llm.arguments import engine_arguments
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine

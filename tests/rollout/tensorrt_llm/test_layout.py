@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcrl.engine.refit.pieces import tensorrt_llm_shards
+from hpcrl.engine.refit.planner import Resharding
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.pieces import tensorrt_llm_shards
-from hpcrl.reshard.planner import Resharding
 from hpcrl.rollout.tensorrt_llm.worker import buffers
 from hpcrl.runtime.layout import Layout
 

@@ -1,6 +1,6 @@
 """The folder of checkpoints. Each appears completely or not at all; damaged ones are skipped, old ones are removed.
 
-    checkpoints/step_00000020/{actor,critic}/   sharded state, written by all ranks (checkpoint/sharded_save.py)
+    checkpoints/step_00000020/{actor,critic}/   sharded state, written by all ranks (engine/checkpoint/sharded_save.py)
     checkpoints/step_00000020/trainer.json      the loop's own state
     checkpoints/step_00000020/manifest.json     every file with its size and hash
     checkpoints/latest                          name of the newest; for people, resume scans instead
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.checkpoint.manifest import FileEntry, verify, write_manifest
+from hpcrl.engine.checkpoint.manifest import FileEntry, verify, write_manifest
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import read_json
 

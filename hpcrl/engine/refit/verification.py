@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.engine.refit.messages import Weights
+from hpcrl.engine.refit.pieces import ShardGroup
 from hpcrl.kernels.checksum import add_checksum
 from hpcrl.model.params import Box, Shard
-from hpcrl.reshard.messages import Weights
-from hpcrl.reshard.pieces import ShardGroup
 from hpcrl.runtime.exits import CHECKSUM
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import all_gather_object, wait
@@ -21,7 +21,7 @@ from hpcrl.runtime.watchdog import format_ranks
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcrl.reshard.planner import Resharding
+    from hpcrl.engine.refit.planner import Resharding
 
 
 Extents = tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # global rows and columns of each box

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from hpcrl.engine.refit.messages import RequestLoop, Weights, copy, destination_part, source_part
+from hpcrl.engine.refit.planner import Move, Resharding
+from hpcrl.engine.refit.transports import make_transports
+from hpcrl.engine.refit.verification import Verifier
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.pack import RepeatedCopies
-from hpcrl.reshard.messages import RequestLoop, Weights, copy, destination_part, source_part
-from hpcrl.reshard.planner import Move, Resharding
-from hpcrl.reshard.transports import make_transports
-from hpcrl.reshard.verification import Verifier
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.mpi import create_group
 from hpcrl.runtime.spans import spans

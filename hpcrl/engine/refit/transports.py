@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.kernels.pack import RepeatedCopies
-from hpcrl.reshard.messages import (
+from hpcrl.engine.refit.messages import (
     MessageTransport,
     Moves,
     Part,
@@ -27,6 +26,7 @@ from hpcrl.reshard.messages import (
     source_part,
     unpack,
 )
+from hpcrl.kernels.pack import RepeatedCopies
 from hpcrl.runtime import platform
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, create_group, wait
 

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hpcrl.checkpoint.manifest import FileEntry, HashedFile, SavedPart, error_line, hash_file, write_file
-from hpcrl.checkpoint.sharded_load import Engine
-from hpcrl.checkpoint.store import fsync
+from hpcrl.engine.checkpoint.manifest import FileEntry, HashedFile, SavedPart, error_line, hash_file, write_file
+from hpcrl.engine.checkpoint.sharded_load import Engine
+from hpcrl.engine.checkpoint.store import fsync
 from hpcrl.runtime import platform, run_owner
 from hpcrl.runtime.spans import spans
 

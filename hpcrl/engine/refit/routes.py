@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from hpcrl.reshard.pieces import Piece, ShardGroup, cut
+from hpcrl.engine.refit.pieces import Piece, ShardGroup, cut
 
 SWEEPS = 200
 TOLERANCE = 1000  # converged once no share changes by more than a thousandth of the largest load

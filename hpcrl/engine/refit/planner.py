@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
-from hpcrl.model.params import Head, check_layout
-from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.reshard.pieces import (
+from hpcrl.engine.refit.pieces import (
     ShardGroup,
     check_tensorrt_llm,
     hugging_face_shard_groups,
@@ -25,7 +23,9 @@ from hpcrl.reshard.pieces import (
     peft_shard_groups,
     tensorrt_llm_shard_groups,
 )
-from hpcrl.reshard.routes import Routes, Transfer
+from hpcrl.engine.refit.routes import Routes, Transfer
+from hpcrl.model.params import Head, check_layout
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 

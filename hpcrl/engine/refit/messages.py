@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.reshard.planner import Move
+from hpcrl.engine.refit.planner import Move
 from hpcrl.runtime.accelerator import host_bytes
 from hpcrl.runtime.mpi import wait_for_ranks
 
