@@ -64,7 +64,7 @@ MATH = [
     "math-verify>=0.9,<0.10",  # the scorer of the same name; brings an ANTLR parser of LaTeX and sympy
 ]
 
-# Trackers, each in a process of its own (hpcrl/telemetry/trackers.py)
+# Trackers, each in a process of its own (hpcrl/observe/record/trackers.py)
 WANDB = [
     "wandb>=0.19",  # offline runs in the run's folder
 ]
@@ -121,7 +121,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["hpcrl", "hpcrl.*"]),
-    package_data={"hpcrl": ["**/*.json", "**/*.jinja", "report/assets/*", "machines/*.yaml"]},
+    package_data={"hpcrl": ["**/*.json", "**/*.jinja", "observe/report/assets/*", "machines/*.yaml"]},
     install_requires=COMMON,
     extras_require={
         "cpu": CPU,

@@ -308,19 +308,19 @@ def status(arguments: list[str]) -> NoReturn:
 
 
 def samples(arguments: list[str]) -> NoReturn:
-    from hpcrl.viewer import samples_command
+    from hpcrl.observe.report import samples_command
 
     samples_command.main(arguments)
 
 
 def report(arguments: list[str]) -> NoReturn:
-    from hpcrl.report import command
+    from hpcrl.observe.report import command
 
     command.main(arguments)
 
 
 def trace(arguments: list[str]) -> NoReturn:
-    from hpcrl.tracing import command
+    from hpcrl.observe.trace import command
 
     command.main(arguments)
 

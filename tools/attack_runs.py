@@ -20,8 +20,8 @@ def write_run(run: Path, text: str) -> Path:
     """A run as a job leaves it, with `text` where a run has text."""
     import numpy as np
 
-    from hpcrl.telemetry.archive import RecordLog, RolloutLog, finish_step, log_path
-    from hpcrl.tracing.records import trace_path
+    from hpcrl.observe.record.archive import RecordLog, RolloutLog, finish_step, log_path
+    from hpcrl.observe.trace.records import trace_path
 
     files = {
         "config.yaml": json.dumps({"run": {"name": text, "dir": text}, "model": {"tokenizer": "tokenizer"}}),
@@ -63,7 +63,7 @@ def read_run(place: Place, run: Path, commands: str = "report samples status tra
     said = ""
     for command in commands.split():
         out = ("--out", place.out / f"{command}.html") if command in ("report", "trace") else ()
-        name = ("-m", "hpcrl.telemetry.scalars") if command == "scalars" else ("-m", "hpcrl", command)
+        name = ("-m", "hpcrl.observe.report.scalars") if command == "scalars" else ("-m", "hpcrl", command)
         out = ("--text",) if command == "samples" else out  # JSON in a pipe is UTF-8 as it is
         said += place.python(*name, run, *out, codes=(0, 1, 2), lines=10)
     page = place.out / "report.html"

@@ -26,13 +26,13 @@ from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
 from hpcrl.controller.controller import Controller, run_program
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.model.shape import ModelShape
+from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.run.saver import Saver
 from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.key_value_store import KeyValueStore
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import finish, start_mpi, start_torch
 from hpcrl.sandbox import fork_server
-from hpcrl.telemetry.progress import PhaseTimers
 from hpcrl.workers.model_worker import ModelWorker
 
 BYTES_PER_WEIGHT = 16  # fp32: the weight, and the optimizer's copy and two moments

@@ -288,8 +288,8 @@ class BenchRun:
     """What a job's loop uses of `hpcrl.run.run.Run`, without files."""
 
     def __init__(self, controller: Controller, job: Train, total_steps: int) -> None:
+        from hpcrl.observe.record.progress import PhaseTimers
         from hpcrl.run.performance import Stragglers
-        from hpcrl.telemetry.progress import PhaseTimers
 
         self.controller, self.job, self.config, self.total_steps = controller, job, job.config, total_steps
         self.timers = PhaseTimers(announce=controller.phase)

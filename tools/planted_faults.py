@@ -372,7 +372,7 @@ FAULTS = [
     Fault(
         "replay",
         "replay: a changed advantage is found",
-        "telemetry/agreement.py",
+        "observe/read/agreement.py",
         "        elif worst.size > self.rtol:",
         "        elif worst.size > 1e9:",
         2,
@@ -696,7 +696,7 @@ FAULTS = [
     Fault(
         "trackers-repeated",
         "each step once, also after a kill",
-        "telemetry/tracker_mlflow.py",
+        "observe/record/tracker_mlflow.py",
         "return last if same else None",
         "return last",
         0,
@@ -705,7 +705,7 @@ FAULTS = [
     Fault(
         "trackers-disk",
         "one that has no disk costs one warning",
-        "telemetry/tracker_wandb.py",
+        "observe/record/tracker_wandb.py",
         "if count != self._num_rows:",
         "if False:",
         0,
@@ -714,7 +714,7 @@ FAULTS = [
     Fault(
         "trackers-hang",
         "one that hangs costs one warning",
-        "telemetry/trackers.py",
+        "observe/record/trackers.py",
         "process.join(max(0.0, deadline - time.monotonic()))",
         "process.join()",
         0,

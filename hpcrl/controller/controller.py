@@ -51,8 +51,8 @@ from hpcrl.runtime.accelerator import annotated
 from hpcrl.runtime.layout import Layout
 
 if TYPE_CHECKING:
+    from hpcrl.observe.trace.rank_trace import RankTrace
     from hpcrl.runtime.world import World
-    from hpcrl.tracing.rank_trace import RankTrace
 
 T = TypeVar("T")
 

@@ -28,9 +28,9 @@ from hpcrl.runtime.spans import spans
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpcrl.observe.trace.rank_trace import RankTrace
     from hpcrl.runtime.layout import Layout
     from hpcrl.runtime.world import World
-    from hpcrl.tracing.rank_trace import RankTrace
 
 COMMANDS, RESULTS, ROWS = 1, 2, 3  # message tags
 FETCH = "fetch"

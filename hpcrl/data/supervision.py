@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from hpcrl.observe.read.token_text import TokenText
 from hpcrl.sandbox.foreign_text import printable
-from hpcrl.telemetry.token_text import TokenText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

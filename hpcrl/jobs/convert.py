@@ -13,6 +13,7 @@ from hpcrl.config.loader import dump_config
 from hpcrl.config.roles import EXPORT, POLICY
 from hpcrl.config.schema import CheckpointConfig, Config
 from hpcrl.engine.checkpoint.store import is_hugging_face
+from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.run.job import WeightsJob, add_overrides
 from hpcrl.run.job_config import config_of, folder_of
 from hpcrl.run.run import versions
@@ -21,7 +22,6 @@ from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.sandbox.new_files import draft_of
-from hpcrl.telemetry.progress import PhaseTimers
 
 if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.observe.read.runlog import RunError, read_run
+from hpcrl.observe.record.progress import PhaseTimers
+from hpcrl.observe.record.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter
 from hpcrl.run.inference import SamplingJob, check_inference
 from hpcrl.run.start import set_aside
 from hpcrl.run.validation import Validator
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.json_file import replace_json
-from hpcrl.telemetry.progress import PhaseTimers
-from hpcrl.telemetry.runlog import RunError, read_run
-from hpcrl.telemetry.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter
 
 if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller

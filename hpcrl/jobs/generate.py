@@ -20,12 +20,12 @@ from hpcrl.config.paths import PathStr
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.tokenizer import end_token_ids
+from hpcrl.observe.record.progress import PhaseTimers, Progress, duration
+from hpcrl.observe.record.writer import json_line
 from hpcrl.rollout_source.scoring import failed_scores, score
 from hpcrl.rollout_source.source import sampling_params
 from hpcrl.run.inference import GenerationFile, Key, SamplingJob, check_inference
 from hpcrl.run.start import flatten
-from hpcrl.telemetry.progress import PhaseTimers, Progress, duration
-from hpcrl.telemetry.writer import json_line
 
 if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller

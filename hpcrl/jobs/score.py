@@ -20,11 +20,11 @@ from hpcrl.config.loader import quoted_path
 from hpcrl.config.paths import PathStr
 from hpcrl.config.roles import POLICY
 from hpcrl.config.schema import Config, Section
+from hpcrl.observe.record.progress import Progress
 from hpcrl.run.job import WeightsJob, add_overrides
 from hpcrl.run.job_config import config_of
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.sandbox.new_files import create_in_place
-from hpcrl.telemetry.progress import Progress
 
 if TYPE_CHECKING:
     from hpcrl.workers.frozen import PolicyWorker

@@ -9,13 +9,13 @@ from statistics import NormalDist
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import Config
+from hpcrl.observe.read.runlog import RunError, read_run
+from hpcrl.observe.record.archive import ArchiveError, read_samples, step_path
 from hpcrl.plan.memory import TrainingPlan, with_keys
 from hpcrl.predict.calibrate import Measured
 from hpcrl.predict.experts import with_measured_load
 from hpcrl.predict.lengths import Lengths
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.archive import ArchiveError, read_samples, step_path
-from hpcrl.telemetry.runlog import RunError, read_run
 
 WARM_UP = 2  # first steps of a run, in which kernels are compiled and buffers made
 STEPS = 8  # of a run that are read, evenly spaced

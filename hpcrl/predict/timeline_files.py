@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.observe.trace.command import write as write_trace
+from hpcrl.observe.trace.perfetto import Event, Slice, complete, process_name, track_names
 from hpcrl.predict.gantt import draw
 from hpcrl.predict.step import Prediction
 from hpcrl.predict.table import limits
 from hpcrl.predict.timeline import Span
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import format_spans
-from hpcrl.tracing.command import write as write_trace
-from hpcrl.tracing.perfetto import Event, Slice, complete, process_name, track_names
 
 SUFFIXES = (".png", ".json")
 

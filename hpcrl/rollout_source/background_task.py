@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from hpcrl.controller.controller import Controller, Future
-from hpcrl.telemetry.progress import PhaseTimers
+from hpcrl.observe.record.progress import PhaseTimers
 
 T = TypeVar("T")
 

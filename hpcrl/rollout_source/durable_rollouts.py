@@ -9,15 +9,15 @@ from hashlib import blake2b
 from pathlib import Path
 
 from hpcrl.engine.checkpoint.manifest import MANIFEST
+from hpcrl.observe.record.archive import generation_logs
 from hpcrl.sandbox.foreign_files import read_bytes
-from hpcrl.telemetry.archive import generation_logs
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DurableRollouts:
-    """Lives on rank 0; the generation logs of all ranks in `folder` (hpcrl/telemetry/archive.py).
+    """Lives on rank 0; the generation logs of all ranks in `folder` (hpcrl/observe/record/archive.py).
 
     A restart continues from checkpoint c and can use responses that the weights of c have drawn: those of step c + 1,
     and of the next `num_ahead` steps if generation is ahead of training. Logs of the current step are kept as well,

@@ -11,10 +11,10 @@ from hpcrl.algorithms.metrics import finish, merge
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config, RewardConfig
 from hpcrl.controller.controller import Controller
+from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rewards.manager import FATES, numbers_of
 from hpcrl.rollout_source.background_task import BackgroundTask, Steps
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.progress import PhaseTimers
 
 
 def differing(batch: DataProto, metric: str) -> np.ndarray:

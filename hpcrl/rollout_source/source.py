@@ -19,12 +19,12 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.data.curriculum import StepReport
 from hpcrl.data.sampler import Sampler
+from hpcrl.observe.record.archive import finish_step, read_samples, step_path
+from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rewards.manager import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.scoring import DroppedPrompts, FirstSamples, differing, metric_values, num_prompts, numbered
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.archive import finish_step, read_samples, step_path
-from hpcrl.telemetry.progress import PhaseTimers
 
 if TYPE_CHECKING:
     from hpcrl.engine.refit.refit import RefitReport

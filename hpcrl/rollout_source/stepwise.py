@@ -14,6 +14,7 @@ import numpy as np
 from hpcrl.algorithms.metrics import finish, merge
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.data.curriculum import step_report
+from hpcrl.observe.record.writer import with_nan, without_nan
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.background_task import BackgroundTask, Steps
 from hpcrl.rollout_source.scoring import numbered, score, scoring
@@ -26,7 +27,6 @@ from hpcrl.rollout_source.source import (
     recorded_samples,
 )
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.writer import with_nan, without_nan
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from hpcrl.config.rules import check_judge, check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.engine.checkpoint.store import TRAINER_FILE, is_hugging_face
+from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rollout_source.source import WeightSync
 from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start
@@ -30,7 +31,6 @@ from hpcrl.runtime.json_file import replace_json
 from hpcrl.runtime.run_folder import make_directory
 from hpcrl.sandbox.foreign_files import read_json
 from hpcrl.sandbox.new_files import draft_of, open_to_append
-from hpcrl.telemetry.progress import PhaseTimers
 
 log = logging.getLogger(__name__)
 

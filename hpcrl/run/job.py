@@ -26,11 +26,11 @@ from hpcrl.data.sampler import OrderedSampler, file_order, steps_for_epochs
 from hpcrl.data.supervision import Supervised, Supervision
 from hpcrl.data.tokenizer import tokenizer_of
 from hpcrl.model.architecture import check_longest
+from hpcrl.observe.record.trackers import missing_packages
 from hpcrl.rollout.agent.tools import data_config
 from hpcrl.run.job_config import with_presets, with_settings_of_run
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.world import World
-from hpcrl.telemetry.trackers import missing_packages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller
     from hpcrl.controller.register import Worker
     from hpcrl.model.shape import ModelShape
+    from hpcrl.observe.trace.rank_trace import RankTrace
     from hpcrl.run.run import Run
     from hpcrl.run.start import Start
-    from hpcrl.tracing.rank_trace import RankTrace
     from hpcrl.workers.team import Inputs, Team
 
 log = logging.getLogger(__name__)
@@ -369,8 +369,8 @@ class TrainingJob(Job):
         return DONE if code is None else code  # rank 0 has it
 
     def _trace(self, first_step: int) -> RankTrace | None:
+        from hpcrl.observe.trace.rank_trace import RankTrace
         from hpcrl.runtime.job import run_directory
-        from hpcrl.tracing.rank_trace import RankTrace
 
         kept = self.config.trainer.trace_steps
         if kept == "none":

@@ -18,6 +18,11 @@ from hpcrl.config.loader import job_file, load_config, quoted_path, raw_value
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.engine.checkpoint.store import TRAINER_FILE, CheckpointStore
+from hpcrl.observe.read.agreement import Agreement, compare_archives, compare_metrics
+from hpcrl.observe.read.runlog import read_run
+from hpcrl.observe.record.archive import read_samples, step_path
+from hpcrl.observe.record.writer import METRICS_FILE
+from hpcrl.observe.report.token_table import SUFFIXES, write_tokens
 from hpcrl.run.job import SupervisedJob, TrainingJob
 from hpcrl.run.job_config import softmax_vocab_of
 from hpcrl.run.run import versions
@@ -26,11 +31,6 @@ from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.json_file import replace_json
 from hpcrl.sandbox.foreign_files import MOST_CONFIG, read_json, read_text
-from hpcrl.telemetry.agreement import Agreement, compare_archives, compare_metrics
-from hpcrl.telemetry.archive import read_samples, step_path
-from hpcrl.telemetry.runlog import read_run
-from hpcrl.telemetry.token_table import SUFFIXES, write_tokens
-from hpcrl.telemetry.writer import METRICS_FILE
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run

@@ -17,6 +17,12 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.loader import dump_config
 from hpcrl.controller.controller import Controller
 from hpcrl.controller.register import Registration
+from hpcrl.observe.record.archive import discard_from
+from hpcrl.observe.record.progress import PhaseTimers, Progress
+from hpcrl.observe.record.trackers import Status, Trackers
+from hpcrl.observe.record.writer import METRICS_FILE, MetricsWriter, without_nan
+from hpcrl.observe.trace.rank_trace import discard_other_ranks
+from hpcrl.observe.trace.records import FOLDER as TRACE_FOLDER
 from hpcrl.rollout_source.durable_rollouts import DurableRollouts, bring_back, origin_of
 from hpcrl.rollout_source.source import RolloutSource, write_samples
 from hpcrl.run import disk
@@ -33,12 +39,6 @@ from hpcrl.runtime.spans import spans
 from hpcrl.runtime.watchdog import STRAGGLERS_FILE
 from hpcrl.runtime.world import World
 from hpcrl.sandbox.new_files import draft_of
-from hpcrl.telemetry.archive import discard_from
-from hpcrl.telemetry.progress import PhaseTimers, Progress
-from hpcrl.telemetry.trackers import Status, Trackers
-from hpcrl.telemetry.writer import METRICS_FILE, MetricsWriter, without_nan
-from hpcrl.tracing.rank_trace import discard_other_ranks
-from hpcrl.tracing.records import FOLDER as TRACE_FOLDER
 
 if TYPE_CHECKING:
     from hpcrl.run.job import TrainingJob

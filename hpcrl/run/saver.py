@@ -19,12 +19,12 @@ from hpcrl.engine.checkpoint.manifest import SavedPart, error_line
 from hpcrl.engine.checkpoint.store import CheckpointStore, Retention, is_hugging_face
 from hpcrl.model.hf.files import ADAPTER_CONFIG, TokenizerFiles, adapter_config, plan_files, write_beside
 from hpcrl.model.shape import Lora
+from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.plan.state import ITEMSIZE
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.key_value_store import KeyValueStore
 from hpcrl.runtime.spans import spans
-from hpcrl.telemetry.progress import PhaseTimers
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan

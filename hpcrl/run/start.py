@@ -14,12 +14,12 @@ from hpcrl.config.loader import load_config
 from hpcrl.config.paths import expanded
 from hpcrl.config.schema import Config
 from hpcrl.engine.checkpoint.store import CheckpointStore, load_path
+from hpcrl.observe.record.writer import with_nan
 from hpcrl.run.job_config import softmax_vocab_of
 from hpcrl.run.time_budget import check_progress
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.world import World
-from hpcrl.telemetry.writer import with_nan
 
 log = logging.getLogger(__name__)
 

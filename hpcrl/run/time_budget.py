@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 
+from hpcrl.observe.record.progress import PhaseTimers, duration
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.json_file import read_json, replace_json
-from hpcrl.telemetry.progress import PhaseTimers, duration
 
 log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config, ValKwargs
 from hpcrl.controller.controller import Controller
 from hpcrl.data.tokenizer import end_token_ids
+from hpcrl.observe.record.writer import generations_table, write_generations
 from hpcrl.rewards.manager import has_acc
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.scoring import failed_scores, score
 from hpcrl.runtime import run_owner
-from hpcrl.telemetry.writer import generations_table, write_generations
 
 if TYPE_CHECKING:
     from hpcrl.workers.team import Inputs

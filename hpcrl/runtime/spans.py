@@ -1,4 +1,4 @@
-"""What this rank does and when, in memory until `hpcrl.tracing` writes it: named ranges, waits for other ranks,
+"""What this rank does and when, in memory until `hpcrl.observe.trace` writes it: named ranges, waits for other ranks,
 transfers between ranks, work of child processes and threads, counters.
 
 Times are seconds of `time.perf_counter`, which on Linux is the same clock as `time.monotonic`, in all processes of a

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpcrl.observe.read.rank_logs import LEVELS, read_log
+from hpcrl.observe.record.progress import duration
 from hpcrl.runtime.exits import InputError
 from hpcrl.slurm import chain
 from hpcrl.slurm.status import (
@@ -27,8 +29,6 @@ from hpcrl.slurm.status import (
     summary,
 )
 from hpcrl.slurm.template import INSIDE_RUN
-from hpcrl.telemetry.progress import duration
-from hpcrl.telemetry.rank_logs import LEVELS, read_log
 
 # What a job improves, by its metric, and how it is called in the table; the first one that a run has.
 REWARDS = {

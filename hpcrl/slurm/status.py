@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hpcrl.observe.read.runlog import last_rows
+from hpcrl.observe.record.progress import duration
 from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.runtime.json_file import read_json
@@ -20,8 +22,6 @@ from hpcrl.sandbox.foreign_text import printable
 from hpcrl.slurm import chain
 from hpcrl.slurm.chain import Link
 from hpcrl.slurm.template import INSIDE_RUN
-from hpcrl.telemetry.progress import duration
-from hpcrl.telemetry.runlog import last_rows
 
 RUNS_FOLDER = "runs"  # what a command without arguments shows: the default of run.dir
 STEPS_OF_SPEED = 10  # the last steps, whose mean time the ETA is computed from

@@ -24,8 +24,8 @@ from hpcrl.config.roles import ACTOR, REF
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.observe.record.archive import UPDATE_COLUMNS
 from hpcrl.runtime.groups import RoleGroups
-from hpcrl.telemetry.archive import UPDATE_COLUMNS
 from hpcrl.workers.actor_objective import ActorObjective, UpdateRecord
 from hpcrl.workers.model_worker import SEQUENCE, ModelWorker, Updates
 

@@ -137,7 +137,7 @@ class ActorObjective:
 
 
 class UpdateRecord:
-    """What the updates of a step computed of each response token: see `hpcrl.telemetry.archive.UPDATE_COLUMNS`."""
+    """What the updates of a step computed of each response token: see `hpcrl.observe.record.archive.UPDATE_COLUMNS`."""
 
     def __init__(self, objective: ActorObjective) -> None:
         self._objective = objective

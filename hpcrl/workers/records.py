@@ -13,11 +13,11 @@ import numpy as np
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.roles import ARCHIVE, GENERATIONS
 from hpcrl.controller.register import Dispatch, Worker, register
+from hpcrl.observe.record.archive import UPDATE_COLUMNS, PictureFolder, RolloutLog, log_path
+from hpcrl.observe.record.writer import json_line
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
-from hpcrl.telemetry.archive import UPDATE_COLUMNS, PictureFolder, RolloutLog, log_path
-from hpcrl.telemetry.writer import json_line
 from hpcrl.workers.scorer import response_text, responses_of
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import numpy as np
 
 from hpcrl.batch.pictures import Picture
 from hpcrl.config.schema import Config
+from hpcrl.observe.record.archive import Record, RecordLog, generation_log, generation_logs, read_records
 from hpcrl.rollout.protocol import Request, SamplingParams, ToolPicture, Trajectory
 from hpcrl.runtime import run_owner
-from hpcrl.telemetry.archive import Record, RecordLog, generation_log, generation_logs, read_records
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from hpcrl.data.prompts import PromptDataset
 from hpcrl.model.router import NOT_RECORDED
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import kv_cache_bytes
+from hpcrl.observe.record.archive import PictureFolder, read_step, step_path
 from hpcrl.rewards.manager import REWARD_MANAGERS
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.agent.turn_handler import turn_columns, turn_metrics, turns_for_scorer
@@ -34,7 +35,6 @@ from hpcrl.runtime.groups import RoleGroups
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
-from hpcrl.telemetry.archive import PictureFolder, read_step, step_path
 from hpcrl.workers import tool_pictures
 from hpcrl.workers.model_worker import DTYPES
 from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures

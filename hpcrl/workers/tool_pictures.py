@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from hpcrl.batch.pictures import Picture
+from hpcrl.observe.record.archive import ArchiveError, PictureFolder
 from hpcrl.rollout.protocol import ToolPicture
-from hpcrl.telemetry.archive import ArchiveError, PictureFolder
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import pytest
 
 from hpcrl.cli import load_job
 from hpcrl.config.schema import Config
+from hpcrl.observe.record.archive import RecordLog, generation_logs, read_records
 from hpcrl.runtime.job import run_directory
-from hpcrl.telemetry.archive import RecordLog, generation_logs, read_records
 
 ROOT = Path(__file__).parents[2]
 NOT_COMPARED = (

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcrl.observe.record.archive import read_samples, step_path
 from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.telemetry.archive import read_samples, step_path
 from tests.mpi.lab import ROOT, Lab, metrics
 
 MODEL = {

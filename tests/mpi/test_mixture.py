@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcrl.observe.record.archive import read_step, step_path
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.archive import read_step, step_path
 from tests.mpi.lab import Lab, metrics, on
 
 MODEL = {

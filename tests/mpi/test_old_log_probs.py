@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcrl.telemetry.archive import read_step, step_path
+from hpcrl.observe.record.archive import read_step, step_path
 from tests.mpi.lab import Lab, metrics, on
 
 pytestmark = pytest.mark.ci_world(2)

@@ -16,11 +16,11 @@ import pytest
 
 from hpcrl.cli import load_job
 from hpcrl.engine.checkpoint.manifest import write_manifest
+from hpcrl.observe.record.archive import read_step, step_path
+from hpcrl.observe.report.token_table import write_tokens
 from hpcrl.run.replay import job_of, replayed
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
-from hpcrl.telemetry.archive import read_step, step_path
-from hpcrl.telemetry.token_table import write_tokens
 from tests.mpi.lab import ROOT, Lab, own_layout
 
 pytestmark = pytest.mark.ci_world(2)

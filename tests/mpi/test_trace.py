@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.observe.trace.clocks import ClockAligner
+from hpcrl.observe.trace.command import export
+from hpcrl.observe.trace.reader import TraceFiles
+from hpcrl.observe.trace.records import trace_path
 from hpcrl.run.time_budget import StopRequested, TimeBudget
 from hpcrl.runtime.mpi import barrier, wait
-from hpcrl.tracing.clocks import ClockAligner
-from hpcrl.tracing.command import export
-from hpcrl.tracing.reader import TraceFiles
-from hpcrl.tracing.records import trace_path
 from tests.mpi.lab import Lab, metrics, on
 from tests.mpi.test_async import APART, GRPO
 from tests.trace_format import Event, Trace

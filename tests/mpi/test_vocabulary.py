@@ -12,10 +12,10 @@ import torch
 
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
+from hpcrl.observe.record.archive import read_step, step_path
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.groups import GroupCache
 from hpcrl.runtime.layout import Layout
-from hpcrl.telemetry.archive import read_step, step_path
 from tests.mpi.lab import Lab, metrics, on
 from tests.mpi.layouts import SGD, SHAPE, assert_slices, gradients, make_batch, part_of, policy_loss, role_groups
 from tests.mpi.pairs import Pair

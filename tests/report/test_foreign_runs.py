@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.report.event_files import event_files
-from hpcrl.report.page import json_in_html, render
-from hpcrl.report.page_data import page_data
-from hpcrl.report.recorded_run import read_recorded_run
-from hpcrl.telemetry.rank_logs import log_files
-from hpcrl.telemetry.samples import recorded_steps
+from hpcrl.observe.read.event_files import event_files
+from hpcrl.observe.read.rank_logs import log_files
+from hpcrl.observe.read.recorded_run import read_recorded_run
+from hpcrl.observe.read.samples import recorded_steps
+from hpcrl.observe.report.page import json_in_html, render
+from hpcrl.observe.report.page_data import page_data
 from tests.report.stories import NODES, write_run_with_kills, write_samples
 from tests.report.written_runs import metrics, write_config, write_metrics
 

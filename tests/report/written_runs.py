@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.observe.record.archive import RecordLog, RolloutLog, finish_step, log_path
+from hpcrl.observe.trace.records import encode, trace_path
 from hpcrl.runtime.spans import Events
-from hpcrl.telemetry.archive import RecordLog, RolloutLog, finish_step, log_path
-from hpcrl.tracing.records import encode, trace_path
 
 PHASES = {
     "gen": 4.0,

@@ -12,11 +12,11 @@ import pytest
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Future
 from hpcrl.data.sampler import OrderedSampler
+from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rollout_source.background_task import Steps
 from hpcrl.rollout_source.source import Collected, RolloutContext
 from hpcrl.rollout_source.stepwise import OneStepOff
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.progress import PhaseTimers
 
 LAST = 2
 

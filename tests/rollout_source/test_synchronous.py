@@ -12,11 +12,11 @@ import pytest
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import OrderedSampler
+from hpcrl.observe.record.archive import RolloutLog, finish_step, log_path
+from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rollout_source.scoring import differing, metric_values, numbered
 from hpcrl.rollout_source.source import RECORDED, RolloutContext, SamplePool
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.archive import RolloutLog, finish_step, log_path
-from hpcrl.telemetry.progress import PhaseTimers
 
 
 def batch(prompts: list[int], scores: list[float], **extras: list[float]) -> DataProto:

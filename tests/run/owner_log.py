@@ -11,8 +11,8 @@ from functools import wraps
 from typing import Any
 
 from hpcrl.engine.checkpoint.store import CheckpointStore
+from hpcrl.observe.record.writer import MetricsWriter
 from hpcrl.runtime import run_owner
-from hpcrl.telemetry.writer import MetricsWriter
 
 
 def noted(write: Callable[..., Any]) -> Callable[..., Any]:

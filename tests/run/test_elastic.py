@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcrl.telemetry.archive import read_step, step_path
+from hpcrl.observe.record.archive import read_step, step_path
 from tests.run.small_run import TP2, compared, run_folder, train
 
 SAVED, NEXT = 2, 3  # steps

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpcrl.report.command import main as report
-from hpcrl.telemetry.archive import read_records
-from hpcrl.telemetry.runlog import read_run
-from hpcrl.telemetry.samples import read_step_samples
+from hpcrl.observe.read.runlog import read_run
+from hpcrl.observe.read.samples import read_step_samples
+from hpcrl.observe.record.archive import read_records
+from hpcrl.observe.report.command import main as report
 from tests.preloaded import RANK
 from tests.run.small_run import write_config
 from tests.runtime.conftest import MPIEXEC, environment
@@ -122,7 +122,7 @@ def test_every_file_of_the_run_can_be_read(ended: tuple[Path, subprocess.Complet
 
 
 @pytest.mark.parametrize(
-    "command", [("hpcrl.telemetry.scalars", "--keys", "val"), ("hpcrl", "samples", "--json"), ("hpcrl", "status")]
+    "command", [("hpcrl.observe.report.scalars", "--keys", "val"), ("hpcrl", "samples", "--json"), ("hpcrl", "status")]
 )
 def test_an_ascii_terminal_shows_it(
     ended: tuple[Path, subprocess.CompletedProcess[bytes]], command: tuple[str, ...]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.observe.record.writer import json_line
 from hpcrl.run.inference import GenerationFile, Key
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.writer import json_line
 
 KEYS = [
     Key(f"data:{row}:0", sample, {"prompt_ids": [row], "ground_truth": "7"}) for row in range(3) for sample in range(2)

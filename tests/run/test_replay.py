@@ -10,7 +10,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpcrl.telemetry.archive import step_path
+from hpcrl.observe.record.archive import step_path
 from tests.preloaded import RANK
 from tests.run.small_run import run_folder, train
 from tests.runtime.conftest import MPIEXEC, environment

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.run.time_budget import StopRequested, TimeBudget, check_progress
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import end_of_allocation
-from hpcrl.telemetry.progress import PhaseTimers
 
 END = 1000.0
 

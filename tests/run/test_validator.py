@@ -15,9 +15,9 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config, DataConfig, ValKwargs
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
+from hpcrl.observe.record.writer import write_generations
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.run.validation import Validator, shown_rows
-from hpcrl.telemetry.writer import write_generations
 
 TOKENIZER = Path(__file__).parents[2] / "configs" / "tokenizer"
 SOURCES = ["x", "y", "x"]

@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from hpcrl.telemetry.archive import RolloutLog, finish_step, log_path
+from hpcrl.observe.record.archive import RolloutLog, finish_step, log_path
 
 END = "<|end|>"
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hpcrl.telemetry.agreement import Agreement, compare_metrics
+from hpcrl.observe.read.agreement import Agreement, compare_metrics
 
 LOGGED = {"actor/grad_norm": 2.0, "actor/lr": 1e-6, "actor/pg_loss": 1e-9, "actor/x": math.nan, "timing_s/step": 1.0}
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.telemetry.archive import (
+from hpcrl.observe.record.archive import (
     ArchiveError,
     RolloutLog,
     discard_from,

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from hpcrl.telemetry.progress import Progress, duration
+from hpcrl.observe.record.progress import Progress, duration
 
 
 class Terminal(io.StringIO):

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from hpcrl.observe.read.samples import StepArchive, read_step_samples, recorded_steps
+from hpcrl.observe.read.token_text import TokenText
+from hpcrl.observe.record.archive import ArchiveError, step_path
 from hpcrl.sandbox.foreign_text import printable
-from hpcrl.telemetry.archive import ArchiveError, step_path
-from hpcrl.telemetry.samples import StepArchive, read_step_samples, recorded_steps
-from hpcrl.telemetry.token_text import TokenText
 from tests.telemetry.recorded_run import END, byte_level, sentence_piece, word_level, write_config, write_step
 
 ROOT = Path(__file__).parents[2]
@@ -197,7 +197,7 @@ def test_samples_are_read_without_torch(run: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from hpcrl.telemetry.samples import read_step_samples
+from hpcrl.observe.read.samples import read_step_samples
 assert read_step_samples(Path({str(run)!r}), 7)[0].response == {TEXTS[0][1]!r}
 print(*(name for name in ("torch", "transformers", "mpi4py", "megatron", "pydantic") if name in sys.modules))
 """

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.telemetry.progress import PhaseTimers
+from hpcrl.observe.record.progress import PhaseTimers
 
 
 class Clock:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.telemetry import curves, scalars, summary
-from hpcrl.telemetry.runlog import read_run, read_runs
-from hpcrl.telemetry.seeds import SeedMean, over_seeds
-from hpcrl.telemetry.writer import MetricsWriter
+from hpcrl.observe.read.runlog import read_run, read_runs
+from hpcrl.observe.read.seeds import SeedMean, over_seeds
+from hpcrl.observe.record.writer import MetricsWriter
+from hpcrl.observe.report import curves, scalars, summary
 
 
 def synthetic_rows(steps: int = 100, seed: int = 0, gain: float = 0.5) -> list[dict[str, float]]:
@@ -133,7 +133,7 @@ def test_tools_need_neither_torch_nor_mpi(tmp_path, module, with_jsonl):
     if not with_jsonl:
         (tmp_path / "run" / "metrics.jsonl").unlink()
     program = (
-        f"import sys; from hpcrl.telemetry.{module} import main; assert main(sys.argv[1:]) == 0;"
+        f"import sys; from hpcrl.observe.{module} import main; assert main(sys.argv[1:]) == 0;"
         "import json; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
     out = [] if module != "curves" else ["--out", str(tmp_path / "curves.png")]
@@ -164,7 +164,7 @@ def test_bad_options_are_one_line_and_code_2(options, runs, capsys):
 
 
 def test_a_closed_pipe_is_no_error(runs):
-    command = f"{sys.executable} -m hpcrl.telemetry.scalars {runs[0]} --keys . --every 1 --csv | head -1"
+    command = f"{sys.executable} -m hpcrl.observe.report.scalars {runs[0]} --keys . --every 1 --csv | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stderr == "" and done.stdout.startswith("step,")
 

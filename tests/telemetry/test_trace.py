@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcrl.observe.record.archive import read_records
+from hpcrl.observe.trace.clocks import Alignment
+from hpcrl.observe.trace.command import export
+from hpcrl.observe.trace.perfetto import Slice, nested
+from hpcrl.observe.trace.rank_trace import NEWEST, TraceFile, discard_from, discard_other_ranks
+from hpcrl.observe.trace.reader import TraceFiles
+from hpcrl.observe.trace.records import encode, trace_path
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.spans import MOST_EVENTS, WAIT, Beside, Counter, Events, Instant, Recorded, SpanRecorder, Transfer
-from hpcrl.telemetry.archive import read_records
-from hpcrl.tracing.clocks import Alignment
-from hpcrl.tracing.command import export
-from hpcrl.tracing.perfetto import Slice, nested
-from hpcrl.tracing.rank_trace import NEWEST, TraceFile, discard_from, discard_other_ranks
-from hpcrl.tracing.reader import TraceFiles
-from hpcrl.tracing.records import encode, trace_path
 from tests.telemetry.test_tools import synthetic_rows, write_run
 from tests.trace_format import Trace, seconds_by_name
 
@@ -319,7 +319,7 @@ def test_a_file_that_cannot_be_written_costs_a_warning(run: Path, monkeypatch, c
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpcrl.telemetry.archive.RecordLog.append", full)
+        patch.setattr("hpcrl.observe.record.archive.RecordLog.append", full)
         for step in (6, 7):
             file.append(encode_step(0, step, 1, clock))
     file.append(encode_step(0, 8, 1, clock))

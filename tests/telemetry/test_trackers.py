@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.telemetry.tracker_mlflow import ID_TAG, STATUS_TAG, _name
-from hpcrl.telemetry.tracker_wandb import read_records
-from hpcrl.telemetry.trackers import Row, RowReader, missing_packages, run_id
+from hpcrl.observe.record.tracker_mlflow import ID_TAG, STATUS_TAG, _name
+from hpcrl.observe.record.tracker_wandb import read_records
+from hpcrl.observe.record.trackers import Row, RowReader, missing_packages, run_id
 from tests.run.small_run import lines, log_of, open_to_others, run_folder, train
 from tests.runtime.conftest import environment
 
@@ -25,11 +25,11 @@ OFFLINE["experiment_name"] = "half \ud83d"  # which UTF-8 lacks
 NAME = r"half \ud83d"
 
 # Time for packages to load on a machine with few cores
-PATIENT = "from hpcrl.telemetry import trackers; trackers.FINISH_SECONDS = 120.0\n"
+PATIENT = "from hpcrl.observe import trackers; trackers.FINISH_SECONDS = 120.0\n"
 AFTER_STEP = """
 import os, signal, time
 import psutil
-from hpcrl.telemetry.writer import MetricsWriter
+from hpcrl.observe.record.writer import MetricsWriter
 log = MetricsWriter.log
 def log_and_act(self, step, metrics):
     log(self, step, metrics)
@@ -78,7 +78,7 @@ def test_whole_lines_are_read_once(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_wandb_leaves_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.telemetry.trackers.TRACKERS", {"left_folder": "", "json": ""})
+    monkeypatch.setattr("hpcrl.observe.record.trackers.TRACKERS", {"left_folder": "", "json": ""})
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "left_folder").mkdir()
     assert missing_packages(["console", "json", "left_folder"]) == ["left_folder"]
@@ -110,7 +110,7 @@ def test_the_slices_of_a_run_are_one_run_with_the_values_of_metrics_jsonl(tmp_pa
 
 @pytest.mark.slow
 def test_a_tracker_that_is_not_installed_ends_the_job_at_once(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    script = "from hpcrl.telemetry import trackers; trackers.find_spec = lambda name: None\n"
+    script = "from hpcrl.observe import trackers; trackers.find_spec = lambda name: None\n"
     assert train(tmp_path, 2, script=script, trainer=OFFLINE) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("hpcrl: error: trainer.logger names wandb, which is not installed")
@@ -139,7 +139,7 @@ import logging, sys, time
 from pathlib import Path
 from hpcrl.sandbox import fork_server
 fork_server.start()
-from hpcrl.telemetry import trackers
+from hpcrl.observe import trackers
 trackers.TRACKERS = dict.fromkeys(sys.argv[2:], "faulty")
 trackers.FINISH_SECONDS = 3.0
 logging.basicConfig(format="%(message)s", stream=sys.stdout)

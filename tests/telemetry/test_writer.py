@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpcrl.telemetry.writer import MetricsWriter
+from hpcrl.observe.record.writer import MetricsWriter
 
 
 def metrics_of(step: int) -> dict[str, float]:

@@ -16,8 +16,8 @@ import pytest
 
 from hpcrl.batch.pictures import Picture
 from hpcrl.config.schema import Config
+from hpcrl.observe.record.archive import RecordLog, generation_log
 from hpcrl.rollout.protocol import Request, SamplingParams, ToolPicture, Trajectory
-from hpcrl.telemetry.archive import RecordLog, generation_log
 from hpcrl.workers.response_journal import ResponseJournal
 
 SAMPLING = SamplingParams(8, temperature=0.7, eos_token_ids=(2,))

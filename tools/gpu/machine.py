@@ -21,7 +21,7 @@ TEST_PACKAGES = ("pytest", "pytest-xdist", "hypothesis")
 OPTIONAL = ("matplotlib", "peft", "transformer-engine", "flash-attn", "tensorrt-llm")
 MODULES = (
     *("hpcrl.jobs.train", "hpcrl.engine.engine", "hpcrl.rollout.native.engine", "hpcrl.engine.refit.refit"),
-    *("hpcrl.kernels.decode_attention", "hpcrl.engine.checkpoint.manifest", "hpcrl.telemetry.writer"),
+    *("hpcrl.kernels.decode_attention", "hpcrl.engine.checkpoint.manifest", "hpcrl.observe.record.writer"),
 )
 
 

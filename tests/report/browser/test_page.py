@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from hpcrl.report.command import write_report
-from hpcrl.telemetry.samples import read_step_samples
+from hpcrl.observe.read.samples import read_step_samples
+from hpcrl.observe.report.command import write_report
 from tests.report.stories import write_hostile_run, write_long_run, write_run_with_kills, write_seeds
 
 pytestmark = pytest.mark.slow

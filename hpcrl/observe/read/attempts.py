@@ -1,0 +1,208 @@
+"""The story of a run: each start of its processes, why it ended, what it resumed from and what was lost.
+
+It is put together from the log of rank 0, TensorBoard's event files, slices.json, Slurm's output files, heartbeats and
+exit.json; each of them may be missing.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.observe.read.batch_output import BatchSlice
+from hpcrl.observe.read.event_files import EventFile
+from hpcrl.observe.read.rank_logs import LogLine, shorten
+from hpcrl.runtime import exits
+
+DONE, STOPPED, KILLED, FAILED, HANG, RUNNING = "done", "stopped", "killed", "failed", "hang", "running"
+OF_CODE = {exits.DONE: DONE, exits.REQUEUE: STOPPED, exits.HANG: HANG}
+STARTING = ("hpcrl.runtime.world", "hpcrl.runtime.gpus")  # loggers of lines that may stand before the first one here
+PLACE = ("rank", "role", "phase")  # of an error, in exit.json
+NO_END = "no end was logged: killed, or its node failed"
+
+_START = re.compile(r"derived values on (\d+) ranks")
+_RESUMED = re.compile(r"resuming after step (\d+) from ")
+_BEGINS = re.compile(r"step (\d+) of (\d+) begins")
+_SAVED = re.compile(r"saved .*step_(\d{8,})$")
+_STOPPING = re.compile(r"stopping: (.*)", re.S)
+_STOPPED = re.compile(r"stopped after step (\d+)")
+_COMPLETE = re.compile(r"stopped at step (\d+): (.*)", re.S)
+_NOTHING = re.compile(r"nothing to do: (.*)", re.S)
+_SILENT = re.compile(r"no (rank made )?progress for \d+ s")
+_ENDS = re.compile(r"rank (\d+) ends the job")
+
+
+@dataclass
+class Attempt:
+    """One start of the run's processes: a slice of a chain of Slurm jobs, or a start by hand.
+
+    started, ended: times of rank 0's first and last line. resumed_at: step of the checkpoint, None for none.
+    first_step, last_step: those that it logged, None if it logged none. lost_steps: those that the next attempt had to
+    take again, None if that is not known. reached: whether it came to training.
+    """
+
+    started: str = ""
+    ended: str = ""
+    ranks: int | None = None
+    nodes: str = ""
+    job: str = ""
+    restart: int | None = None
+    resumed_at: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    total_steps: int | None = None
+    saved: list[int] = field(default_factory=list)
+    outcome: str = KILLED
+    reason: str = NO_END
+    requeued: bool = False
+    lost_steps: int | None = None
+    reached: bool = False
+
+
+def attempts(
+    rank_0: Iterable[LogLine],
+    errors: Iterable[LogLine],
+    events: Sequence[EventFile],
+    slices: Sequence[Mapping[str, Any]],
+    outputs: Sequence[BatchSlice],
+    exit_record: Mapping[str, Any],
+    last_sign: tuple[str, bool],
+) -> list[Attempt]:
+    """All attempts, the oldest first.
+
+    errors: lines of level ERROR of all ranks. slices: of slices.json. last_sign: when the run's files changed last, in
+    words, and whether that means that it is running.
+    """
+    found = _from_log(rank_0)
+    if not found:
+        found = [Attempt(reason="its log is missing", reached=True) for _ in events]
+        steps = [part.get("step") for part in slices]
+        for attempt, step in zip(found, steps, strict=False) if len(found) == len(steps) else ():
+            attempt.resumed_at = step if isinstance(step, int) and step >= 0 else None
+    if len(found) <= len(events):  # logs of older versions do not have the line of the first step
+        for attempt in found:
+            attempt.reached = True
+    _add_errors(found, errors)
+    _add_events([attempt for attempt in found if attempt.reached], events)
+    _add_slices([attempt for attempt in found if attempt.reached], slices, outputs)
+    if found:
+        _add_end(found[-1], exit_record, last_sign)
+    for attempt, following in zip(found, found[1:], strict=False):
+        if attempt.outcome == KILLED and attempt.last_step and attempt.last_step == attempt.total_steps:
+            attempt.outcome, attempt.reason = DONE, "all steps"
+        attempt.requeued = bool(attempt.job) and attempt.job == following.job
+    _add_losses(found)
+    return found
+
+
+def _from_log(lines: Iterable[LogLine]) -> list[Attempt]:
+    found: list[Attempt] = []
+    for line in lines:
+        if start := _START.match(line.text):
+            found.append(Attempt(started=line.time, ranks=int(start[1])))
+        if not found:
+            continue  # the beginning of the log is missing
+        if line.logger.split(".")[0] in ("hpcrl", "root") and line.logger not in STARTING:
+            found[-1].ended = line.time
+            _read_line(found[-1], line)
+    return found
+
+
+def _read_line(attempt: Attempt, line: LogLine) -> None:
+    text = line.text
+    if match := _RESUMED.match(text):
+        attempt.resumed_at, attempt.reached = int(match[1]), True
+    elif match := _BEGINS.match(text):
+        attempt.total_steps, attempt.reached = int(match[2]), True
+    elif match := _SAVED.match(text):
+        attempt.saved.append(int(match[1]))
+        attempt.reached = True
+    elif match := _STOPPING.match(text):
+        attempt.outcome, attempt.reason = STOPPED, f"{match[1]} (the end of the save was not logged)"
+    elif match := _STOPPED.match(text):
+        attempt.outcome, attempt.last_step = STOPPED, int(match[1])
+        attempt.reason = attempt.reason.removesuffix(" (the end of the save was not logged)")
+    elif match := _COMPLETE.match(text):
+        attempt.outcome, attempt.last_step, attempt.reason = DONE, int(match[1]), match[2]
+    elif match := _NOTHING.match(text):
+        attempt.outcome, attempt.reason, attempt.reached = DONE, text, True
+
+
+def _add_errors(found: Sequence[Attempt], errors: Iterable[LogLine]) -> None:
+    """The first hang or failure in each attempt, of whatever rank; by time, which needs clocks that agree roughly."""
+    for line in sorted(errors, key=lambda line: line.time):
+        attempt = next((one for one in reversed(found) if one.started and one.started <= line.time), None)
+        if attempt is None or attempt.outcome == FAILED:
+            continue
+        if match := _SILENT.search(line.text):
+            if attempt.outcome == HANG and match[1]:
+                continue  # the line before the diagnosis, from another rank
+            attempt.outcome, attempt.reason = HANG, shorten(line.text, 1000)
+        elif match := _ENDS.match(line.text):
+            last = line.text.rstrip().rsplit("\n", 1)[-1]
+            attempt.outcome, attempt.reason = FAILED, f"rank {match[1]}: {shorten(last, 1000)}"
+
+
+def _add_events(reached: Sequence[Attempt], events: Sequence[EventFile]) -> None:
+    """Pair attempts and event files from the last ones backwards: an old log, or old files, may be missing."""
+    for attempt, file in zip(reversed(reached), reversed(events), strict=False):
+        attempt.first_step = file.first_step
+        attempt.last_step = attempt.last_step if attempt.last_step is not None else file.last_step
+        attempt.nodes = attempt.nodes or file.host
+        attempt.started = attempt.started or _utc(file.opened)
+        attempt.ended = attempt.ended or _utc(file.last_time or file.opened)
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _add_slices(reached: Sequence[Attempt], slices: Sequence[Mapping[str, Any]], outputs: Sequence[BatchSlice]) -> None:
+    """Slurm's job, restart and nodes. An entry of slices.json belongs to the last attempt that began with the
+    checkpoint which it names; without that file, slices and attempts are paired if they are equally many."""
+    left = [part for part in slices if isinstance(part.get("job"), str) and isinstance(part.get("restart"), int)]
+    for attempt in reversed(reached):
+        step = -1 if attempt.resumed_at is None else attempt.resumed_at
+        if left and left[-1].get("step") == step:
+            part = left.pop()
+            attempt.job, attempt.restart = part["job"], part["restart"]
+    if not slices and len(outputs) == len(reached):
+        for attempt, output in zip(reached, outputs, strict=True):
+            attempt.job, attempt.restart = output.job, output.restart
+    by_slice = {(output.job, output.restart): output for output in outputs}
+    for attempt in reached:
+        found = by_slice.get((attempt.job, attempt.restart or 0))
+        if found is None:
+            continue
+        attempt.nodes = found.nodes or attempt.nodes
+        attempt.last_step = found.last_step if attempt.last_step is None else attempt.last_step
+        if found.ended:
+            attempt.reason = found.ended if attempt.reason == NO_END else f"{attempt.reason}; {found.ended}"
+
+
+def _add_end(last: Attempt, exit_record: Mapping[str, Any], last_sign: tuple[str, bool]) -> None:
+    """The end of the last attempt: exit.json has priority."""
+    code = exit_record.get("code")
+    if isinstance(code, int):
+        last.outcome = OF_CODE.get(code, FAILED)
+        error = exit_record.get("error")
+        if error:
+            place = [f"{name} {exit_record[name]}" for name in PLACE if exit_record.get(name) is not None]
+            where = f" ({', '.join(place)})" if place else ""
+            last.reason = f"exit code {code}: {shorten(str(error), 1000)}{where}"
+        elif last.reason == NO_END:
+            last.reason = "all steps" if code == exits.DONE else f"exit code {code}"
+    elif last.outcome == KILLED:
+        sign, still = last_sign
+        last.outcome = RUNNING if still else KILLED
+        last.reason = sign if still or last.reason == NO_END else f"{last.reason}; {sign}"
+
+
+def _add_losses(found: Sequence[Attempt]) -> None:
+    for index, attempt in enumerate(found):
+        following = next((later for later in found[index + 1 :] if later.reached), None)
+        if attempt.last_step is not None and following is not None:
+            attempt.lost_steps = max(attempt.last_step - (following.resumed_at or 0), 0)

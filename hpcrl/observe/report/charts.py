@@ -1,0 +1,205 @@
+"""The charts of the page: which metrics share a panel, and the values of their curves."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hpcrl.observe.read.recorded_run import RecordedRun
+from hpcrl.observe.read.runlog import RunLog
+from hpcrl.observe.read.seeds import SeedMean, seed_mean, stem
+
+MOST_POINTS, POINTS_IN_ALL = 2000, 7000  # of one curve, of all; of longer runs, evenly spaced steps are shown
+FEWEST_POINTS = 100
+MOST_KEYS = 6  # curves of one panel and run
+MOST_PHASES = 10  # of the stacked areas; the others are added up
+DIGITS = 7  # significant ones of the values in the page
+
+NAMING = ("run.name", "run.dir", "run.seed")  # keys in which runs of one configuration differ
+AROUND_STEPS = ("testing", "save_checkpoint")  # phases that timing_s/step does not include
+
+
+class Panel(NamedTuple):
+    """keys: regular expressions of whole tags; the first `any_of` that match decide, where that is set. unit: of the
+    values. section: learning or time."""
+
+    section: str
+    title: str
+    unit: str
+    keys: tuple[str, ...]
+    any_of: bool = False
+
+
+PANELS = (
+    Panel("learning", "Reward", "", (r"critic/score/mean", r"critic/rewards/mean", r"objective/scores_margin")),
+    Panel(
+        "learning",
+        "Accuracy",
+        "share",
+        (
+            r"val-core/.*/acc/mean@\d+",
+            r"val-core/.*/mean@\d+",
+            r"(train|val)/(accuracy|mean_token_accuracy)|rewards/accuracies",
+        ),
+        any_of=True,
+    ),
+    Panel("learning", "Loss", "", (r"(train|val|sft)/loss", r"actor/pg_loss", r"critic/vf_loss")),
+    Panel("learning", "Response length", "tokens", (r"response_length/(mean|max)",)),
+    Panel("learning", "At the limit, aborted", "share", (r"response_length/clip_ratio", r"response/aborted_ratio")),
+    Panel("learning", "KL", "nats", (r"actor/(ppo_kl|kl_loss|reward_kl_penalty)", r"kl|val/kl", r"rollout_corr/kl")),
+    Panel("learning", "Entropy", "nats", (r"actor/entropy",)),
+    Panel("learning", "Clip fraction", "share", (r"actor/pg_clipfrac(_lower)?", r"critic/vf_clipfrac")),
+    Panel("learning", "Gradient norm", "", (r"(actor|critic|reward|train)/grad_norm",)),
+    Panel("learning", "Log-prob gap: rollout - training", "nats", (r"training/rollout_log_probs_diff_(mean|max)",)),
+    Panel("learning", "Probability gap: rollout - training", "", (r"training/rollout_probs_diff_(mean|max)",)),
+    Panel("learning", "Staleness", "weight versions", (r"training/off_policy/trajectory_staleness/.*",)),
+    Panel("learning", "Preference margin", "nats", (r"rewards/(margins|chosen|rejected)",)),
+    Panel(
+        "learning",
+        "Failed scores",
+        "",
+        (r"reward/(timeouts|crashes|errors|over_limits)", r"reward/judge/unparsed_ratio"),
+    ),
+    Panel("time", "Tokens per second and rank", "tokens/s", (r"perf/throughput",)),
+    Panel("time", "Time per step", "s", (r"perf/time_per_step", r"perf/predicted_s/step")),
+    Panel("time", "MFU", "share", (r"perf/mfu/.*",)),
+    Panel("time", "Memory of devices", "GiB", (r"perf/max_memory_(allocated|reserved)_gb",)),
+    Panel("time", "Memory of hosts", "GiB", (r"perf/cpu_memory_used_gb", r"memory/host_buffers_gb")),
+    Panel("time", "Refit", "s", (r"perf/refit/(seconds|checksum_seconds)", r"timing_s/update_weights")),
+    Panel("time", "Saves", "s", (r"perf/save_seconds", r"timing_s/save_checkpoint")),
+    Panel("time", "Idle", "share of the step", (r"fully_async/(trainer|rollouter)/idle_ratio",)),
+)
+
+
+def number(value: float | None) -> float | int | None:
+    """For JSON: DIGITS significant digits; null for what is no finite number."""
+    if value is None or not math.isfinite(value):
+        return None
+    if value == int(value) and abs(value) < 2**53:
+        return int(value)
+    return float(f"{value:.{DIGITS}g}")
+
+
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """At most `most` of the numbers below `count`, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
+
+
+def group_seeds(runs: Sequence[RecordedRun], by_name: bool = False) -> list[tuple[str, list[int]]]:
+    """(name, numbers of the runs) of each curve. Runs are one curve if their configs differ in nothing but NAMING;
+    `by_name`, and of runs without a config, if their names differ in the number at their end only."""
+    groups: dict[Any, list[int]] = {}
+    for index, run in enumerate(runs):
+        config = {key: str(value) for key, value in run.config.items() if key not in NAMING}
+        key = stem(run.name) if by_name or not config else frozenset(config.items())
+        groups.setdefault(key, []).append(index)
+    names = [runs[found[0]].name if len(found) == 1 else _shared(runs, found) for found in groups.values()]
+    return [
+        (name if names.count(name) == 1 else runs[found[0]].name, found)
+        for name, found in zip(names, groups.values(), strict=True)
+    ]
+
+
+def _shared(runs: Sequence[RecordedRun], found: Sequence[int]) -> str:
+    stems = list(dict.fromkeys(stem(runs[index].name) for index in found))
+    return f"{' + '.join(stems[:3])} ({len(found)} seeds)"
+
+
+def points_of(count: int) -> int:
+    """How many points each of `count` curves may have."""
+    return max(min(POINTS_IN_ALL // max(count, 1), MOST_POINTS), FEWEST_POINTS)
+
+
+def panels_of(logs: Sequence[RunLog]) -> list[dict[str, Any]]:
+    """The panels for which one of the runs has values."""
+    tags = sorted({tag for log in logs for tag in log.tags()})
+    found = []
+    for panel in PANELS:
+        matches = [[tag for tag in tags if re.fullmatch(pattern, tag)] for pattern in panel.keys]
+        if panel.any_of:
+            matches = [tags_of_one for tags_of_one in matches if tags_of_one][:1]
+        keys = list(dict.fromkeys(tag for tags_of_one in matches for tag in tags_of_one))
+        if keys:
+            shown = {"section": panel.section, "title": panel.title, "unit": panel.unit, "keys": keys[:MOST_KEYS]}
+            found.append(shown | {"left_out": keys[MOST_KEYS:]})
+    return found
+
+
+def curves_of(
+    runs: Sequence[RecordedRun], groups: Sequence[tuple[str, list[int]]], keys: Iterable[str]
+) -> list[dict[str, Any]]:
+    """The values of each curve at its steps; of several seeds, the mean and the standard deviation."""
+    wanted = list(dict.fromkeys(keys))
+    points = points_of(len(groups))
+    return [_curve(name, members, [runs[index].log for index in members], wanted, points) for name, members in groups]
+
+
+def _curve(name: str, members: list[int], logs: Sequence[RunLog], keys: Sequence[str], points: int) -> dict[str, Any]:
+    logs = [RunLog(log.name, {step: _only(row, keys) for step, row in log.rows.items()}) for log in logs]
+    log = logs[0] if len(logs) == 1 else seed_mean(name, logs)
+    steps = [step for step, row in log.rows.items() if row]
+    chosen = [steps[index] for index in evenly_spaced(len(steps), points)]
+    values = {key: [number(log.rows[step].get(key)) for step in chosen] for key in keys}
+    values = {key: found for key, found in values.items() if any(value is not None for value in found)}
+    curve: dict[str, Any] = {"name": name, "runs": members, "steps": chosen, "num_steps": len(steps), "values": values}
+    if isinstance(log, SeedMean):
+        curve["band"] = {key: [number(log.deviations[step].get(key)) for step in chosen] for key in values}
+    return curve
+
+
+def _only(row: Mapping[str, float], keys: Sequence[str]) -> dict[str, float]:
+    return {key: row[key] for key in keys if key in row}
+
+
+def phases_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
+    """Seconds per phase of the training steps: the phases that take most, then all others and the rest of the step."""
+    prefix = "timing_s/"
+    steps = [step for step, row in log.rows.items() if step > 0 and f"{prefix}step" in row]
+    totals: dict[str, float] = {}
+    for step in steps:
+        for tag, value in log.rows[step].items():
+            phase = tag.removeprefix(prefix)
+            if phase != tag and "/" not in phase and phase != "step" and math.isfinite(value):
+                totals[phase] = totals.get(phase, 0.0) + value
+    ordered = sorted(totals, key=lambda phase: -totals[phase])
+    named = ordered if len(ordered) <= MOST_PHASES else ordered[: MOST_PHASES - 1]
+    chosen = [steps[index] for index in evenly_spaced(len(steps), points)]
+    seconds: dict[str, list[float | int | None]] = {phase: [] for phase in named}
+    others: list[float | int | None] = []
+    rests: list[float | int | None] = []
+    for step in chosen:
+        row = {phase: _finite(log.rows[step].get(prefix + phase)) for phase in ordered}
+        for phase in named:
+            seconds[phase].append(number(row[phase]))
+        others.append(number(sum(row[phase] for phase in ordered if phase not in named)))
+        inside = sum(value for phase, value in row.items() if phase not in AROUND_STEPS)
+        rests.append(number(max(_finite(log.rows[step].get(f"{prefix}step")) - inside, 0.0)))
+    if len(named) < len(ordered):
+        seconds["other phases"] = others
+    if chosen:
+        seconds["rest of the step"] = rests
+    return {"steps": chosen, "seconds": seconds}
+
+
+def _finite(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else 0.0
+
+
+def busy_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
+    """Busy seconds of the ranks by phase: the least busy, the median and the busiest rank of each step."""
+    prefix, ends = "perf/busy_s/", ("min", "median", "max")
+    tags = [tag for tag in log.tags() if tag.startswith(prefix) and tag.endswith("/max")]
+    names = [tag.removeprefix(prefix).removesuffix("/max") for tag in tags]
+    steps = [step for step, row in log.rows.items() if any(tag in row for tag in tags)]
+    chosen = [steps[index] for index in evenly_spaced(len(steps), points // 2)]
+    phases = {
+        name: {end: [number(log.rows[step].get(f"{prefix}{name}/{end}")) for step in chosen] for end in ends}
+        for name in names
+    }
+    totals = {name: sum(value or 0 for value in found["max"]) for name, found in phases.items()}
+    ordered = sorted(phases, key=lambda name: -totals[name])
+    return {"steps": chosen, "phases": {name: phases[name] for name in ordered}}

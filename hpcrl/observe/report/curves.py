@@ -1,0 +1,250 @@
+"""Plot learning curves: `python -m hpcrl.observe.report.curves RUN [RUN...] --out curves.png`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from hpcrl.observe.read.runlog import RunError, RunLog, choose_keys, read_runs
+from hpcrl.observe.read.seeds import SeedMean, over_seeds
+from hpcrl.sandbox.foreign_text import printable, take_any_text
+from hpcrl.sandbox.new_files import draft_of
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#5F5F5F")
+PHASE_COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#72B7B2", "#B279A2", "#EECA3B", "#BAB0AC")
+LINES = ("-", "--", ":", "-.")
+# Validation and saving happen in a few steps only, and "step" contains the others.
+NOT_A_PHASE = ("step", "testing", "save_checkpoint")
+SMOOTHED_ABOVE = 30  # values in a curve; shorter ones are not smoothed
+
+Panel = Callable[[Axes, list[RunLog]], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    take_any_text()
+    parser = argparse.ArgumentParser(
+        prog="python -m hpcrl.observe.report.curves",
+        description="Draw reward, validation accuracy, KL, entropy, response length and seconds per phase.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, metrics.jsonl or event file")
+    parser.add_argument("--out", default="curves.png", help="picture to write; .png, .pdf or .svg (%(default)s)")
+    parser.add_argument(
+        "--seeds", action="store_true", help="draw runs NAME_0, NAME_1, ... as their mean, with a band of its deviation"
+    )
+    parser.add_argument("--keys", metavar="REGEX", help="draw the keys in which this is found, a panel each")
+    options = parser.parse_args(arguments)
+    try:
+        runs = read_runs(options.runs)
+        draw(over_seeds(runs) if options.seeds else runs, Path(options.out), options.keys)
+    except RunError as error:
+        print(printable(f"curves: error: {error}"), file=sys.stderr)
+        return 2
+    print(options.out)
+    return 0
+
+
+def draw(runs: list[RunLog], out: Path, pattern: str | None = None) -> None:
+    """Write the plot; `pattern` replaces the usual panels by one per matching key."""
+    panels = _usual_panels(runs) if pattern is None else [_lines(key, [key]) for key in choose_keys(runs, pattern)]
+    if not panels:
+        raise RunError("the runs have none of the usual keys; choose some with --keys")
+    columns = min(3, len(panels)) if len(panels) != 4 else 2
+    rows = math.ceil(len(panels) / columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(4.6 * columns, 3.1 * rows + 0.4), squeeze=False, layout="constrained"
+    )
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        panel(axes, runs)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    if len(runs) == 1:
+        figure.suptitle(runs[0].name, fontsize=12, fontweight="bold")
+    else:
+        handles = [plt.Line2D([], [], color=_colour(i), label=run.name, lw=2) for i, run in enumerate(runs)]
+        figure.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+    try:
+        with draft_of(out, mode=0o600) as draft:  # for the owner only, as the runs that it is of
+            figure.savefig(draft, dpi=130)
+    except (OSError, ValueError) as error:
+        raise RunError(f"--out {out}: cannot write the picture ({error})") from None
+    finally:
+        plt.close(figure)
+
+
+def _usual_panels(runs: list[RunLog]) -> list[Panel]:
+    tags = sorted({tag for run in runs for tag in run.tags()})
+    # Means of verl's validation metrics; best@N and maj@N only with --keys.
+    accuracy = [tag for tag in tags if re.fullmatch(r"val-core/.*/acc/mean@\d+", tag)] or [
+        tag for tag in tags if re.fullmatch(r"val-core/.*/mean@\d+", tag)
+    ]
+    usual = [
+        ("reward", ["critic/score/mean"]),
+        ("loss", ["train/loss", "sft/loss", "val/loss"]),
+        ("validation accuracy", accuracy),
+        ("KL", ["actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"]),
+        ("entropy", ["actor/entropy"]),
+        ("response length (tokens)", ["response_length/mean"]),
+    ]
+    panels = []
+    for title, keys in usual:
+        present = [key for key in keys if key in tags]
+        if present:
+            panels.append(_lines(title, present, percent=title == "validation accuracy" and "/acc/" in present[0]))
+    if _phases(runs):
+        panels.append(_phases_of_one_run if len(runs) == 1 else _phases_of_several_runs)
+    return panels
+
+
+def _lines(title: str, keys: list[str], *, percent: bool = False) -> Panel:
+    """A curve per key and run. With one run, colours are keys; with several, colours are runs and dashes keys."""
+
+    def panel(axes: Axes, runs: list[RunLog]) -> None:
+        one = len(runs) == 1
+        styles = ["-" if one else LINES[i % len(LINES)] for i in range(len(keys))]
+        for i, key in enumerate(keys):
+            for j, run in enumerate(runs):
+                points = [(step, value) for step, value in run.series(key) if not math.isnan(value)]
+                colour = _colour(i if one else j)
+                if points:
+                    _curve(axes, points, colour, styles[i])
+                if points and isinstance(run, SeedMean):
+                    _band(axes, run.series(key), run.band(key), colour)
+        _decorate(axes, title)
+        if percent:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        if len(keys) > 1:
+            handles = [
+                plt.Line2D([], [], color=_colour(i) if one else "0.3", ls=styles[i], label=label)
+                for i, label in enumerate(_short(keys))
+            ]
+            axes.legend(handles=handles, fontsize=8, frameon=False, loc="best")
+
+    return panel
+
+
+def _curve(axes: Axes, points: list[tuple[int, float]], colour: str, style: str) -> None:
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    if len(points) > SMOOTHED_ABOVE:
+        axes.plot(steps, values, color=colour, alpha=0.25, lw=0.8)
+        axes.plot(steps, smooth(values, max(5, len(values) // 20)), color=colour, ls=style, lw=1.8)
+    else:
+        axes.plot(steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=3.5)
+
+
+def _band(axes: Axes, points: list[tuple[int, float]], widths: list[float], colour: str) -> None:
+    values = [value for _, value in points]
+    low = [value - width for value, width in zip(values, widths, strict=True)]
+    high = [value + width for value, width in zip(values, widths, strict=True)]
+    if len(points) > SMOOTHED_ABOVE:
+        low, high = (smooth(edge, max(5, len(edge) // 20)) for edge in (low, high))
+    axes.fill_between([step for step, _ in points], low, high, color=colour, alpha=0.2, lw=0)
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """Centred mean over `window` values; half as many at the ends."""
+    smoothed = []
+    for i in range(len(values)):
+        part = values[max(0, i - window // 2) : i + window // 2 + 1]
+        smoothed.append(sum(part) / len(part))
+    return smoothed
+
+
+def _phases(runs: list[RunLog]) -> list[str]:
+    """Return phases of the runs in descending order; beyond seven, the rest is summed as "other"."""
+    totals: dict[str, float] = {}
+    for run in runs:
+        for tag in run.tags():
+            phase = tag.removeprefix("timing_s/")
+            if phase != tag and "/" not in phase and phase not in NOT_A_PHASE:
+                totals[phase] = totals.get(phase, 0.0) + sum(v for _, v in run.series(tag) if not math.isnan(v))
+    ordered = sorted(totals, key=lambda phase: -totals[phase])
+    return ordered if len(ordered) <= len(PHASE_COLOURS) else [*ordered[: len(PHASE_COLOURS) - 1], "other"]
+
+
+def _seconds(run: RunLog, phases: list[str]) -> tuple[list[int], list[list[float]]]:
+    """Return training steps, and for each phase its seconds in each of them."""
+    steps = [step for step, row in run.rows.items() if step > 0 and any(tag.startswith("timing_s/") for tag in row)]
+    named = {f"timing_s/{phase}" for phase in phases}
+
+    def of(phase: str, row: dict[str, float]) -> float:
+        if phase != "other":
+            values = [row.get(f"timing_s/{phase}", 0.0)]
+        else:
+            rest = [t for t in row if re.fullmatch(r"timing_s/[^/]+", t) and t not in named]
+            values = [row[tag] for tag in rest if tag.removeprefix("timing_s/") not in NOT_A_PHASE]
+        return sum(value for value in values if not math.isnan(value))
+
+    return steps, [[of(phase, run.rows[step]) for step in steps] for phase in phases]
+
+
+def _phases_of_one_run(axes: Axes, runs: list[RunLog]) -> None:
+    phases = _phases(runs)
+    steps, seconds = _seconds(runs[0], phases)
+    axes.stackplot(steps, *seconds, labels=phases, colors=PHASE_COLOURS, step="mid", lw=0)
+    _decorate(axes, "seconds per phase")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=1
+    )
+
+
+def _phases_of_several_runs(axes: Axes, runs: list[RunLog]) -> None:
+    phases = _phases(runs)
+    left = [0.0] * len(runs)
+    means = []
+    for run in runs:
+        steps, seconds = _seconds(run, phases)
+        means.append([sum(values) / max(len(steps), 1) for values in seconds])
+    for i, phase in enumerate(phases):
+        widths = [of_run[i] for of_run in means]
+        axes.barh(range(len(runs)), widths, left=left, color=PHASE_COLOURS[i], label=phase, height=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    _decorate(axes, "mean seconds per phase")
+    axes.set_xlabel("seconds per step", fontsize=9)
+    axes.set_yticks(range(len(runs)), ["" for _ in runs])
+    for i in range(len(runs)):
+        axes.plot([0], [i], marker="s", ms=8, color=_colour(i), clip_on=False, zorder=5)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _decorate(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("step", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(color="0.9", lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=title != "mean seconds per phase"))
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _short(keys: list[str]) -> list[str]:
+    """Return keys without their common prefix folders."""
+    parts = [key.split("/") for key in keys]
+    shared = 0
+    while all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):
+        shared += 1
+    return ["/".join(part[shared:]) for part in parts]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

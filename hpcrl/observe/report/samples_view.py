@@ -1,0 +1,134 @@
+"""Samples in a terminal, with `rich`: tokens coloured by advantage, log-prob gap or entropy."""
+
+from __future__ import annotations
+
+import math
+from itertools import zip_longest
+
+import numpy as np
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from hpcrl.observe.read.samples import Sample
+from hpcrl.observe.report.paired_samples import PromptPair
+from hpcrl.sandbox.foreign_text import printable
+
+CUT = 4000  # characters of a text that are shown
+POSITIVE, NEGATIVE, NEUTRAL = (26, 127, 55), (207, 34, 46), (154, 103, 0)  # background at full strength
+FULL = {"advantage": 2.0, "gap": 0.5, "entropy": 2.0}  # values of full strength; the last two in nats
+MIN_WIDTH = 40  # columns of each side of a pair; a narrower terminal has one below the other
+
+
+class SamplesView:
+    def __init__(self, color: str, *, cut: bool, names: tuple[str, str], console: Console | None = None) -> None:
+        """color: advantage, gap, entropy or none. cut: show at most CUT characters of a text. names: of both runs."""
+        self._console = console or Console(highlight=False, soft_wrap=False)
+        self._names = [_line(name, "") for name in names]
+        self._style_of = _style if self._console.color_system in ("256", "truecolor") else _named_style
+        self._color = color
+        self._cut = cut
+
+    def show(self, sample: Sample) -> None:
+        self._console.print(
+            Rule(_line(f"step {sample.step}  {sample.uid} #{sample.sample_index}", "bold"), align="left")
+        )
+        self._console.print(self._summary(sample))
+        self._console.print(self._shortened(Text(printable(sample.prompt), style="dim")))
+        self._console.print(self.response(sample))
+        self._console.print()
+
+    def show_pair(self, pair: PromptPair) -> None:
+        first, second = pair.mean_scores
+        change = f"mean score {first:.4g} -> {second:.4g}"
+        self._console.print(Rule(_line(f"step {pair.step}  {pair.uid}  {change}", "bold"), align="left"))
+        self._console.print(self._shortened(Text(printable(pair.prompt), style="dim")))
+        rows = list(zip_longest(*pair.sides))
+        if self._console.width < 2 * MIN_WIDTH:
+            for name, side in zip(self._names, pair.sides, strict=True):
+                for sample in side:
+                    self._console.print(name, self._summary(sample), sep="  ")
+                    self._console.print(self.response(sample))
+        else:
+            table = Table(show_lines=True, expand=True)
+            for name in self._names:
+                table.add_column(name, ratio=1)
+            for row in rows:
+                table.add_row(*(Text("-") if sample is None else self._cell(sample) for sample in row))
+            self._console.print(table)
+        self._console.print()
+
+    def response(self, sample: Sample) -> Text:
+        """The response's tokens, coloured; those of tools and users are dim."""
+        strengths, mask = self._strengths(sample), sample.response_mask
+        text = Text()
+        for index, piece in enumerate(sample.token_texts):
+            style = None if strengths is None else self._style_of(strengths[index], self._color)
+            text.append(printable(piece), "dim italic" if mask is not None and not mask[index] else style)
+        return self._shortened(text)
+
+    def _cell(self, sample: Sample) -> Text:
+        return Text("\n").join([self._summary(sample), self.response(sample)])
+
+    def _summary(self, sample: Sample) -> Text:
+        parts = ", ".join(f"{name} {_number(value)}" for name, value in sample.parts.items())
+        fields = [f"score {_number(sample.score)}{f' ({parts})' if parts else ''}"]
+        fields.append(f"{sample.length} tokens, {sample.finish_reason or '-'}")
+        fields += [sample.data_source] if sample.data_source else []
+        if sample.advantages is not None and sample.length:
+            low, high = float(np.min(sample.advantages)), float(np.max(sample.advantages))
+            fields.append(f"advantage {_number(low)}{'' if low == high else f' to {_number(high)}'}")
+        return _line("  ".join(fields), "cyan")
+
+    def _strengths(self, sample: Sample) -> np.ndarray | None:
+        """-1 to 1 for each token, (length,); None if the run did not record what colours it."""
+        values = values_of(sample, self._color)
+        if values is None or len(values) != len(sample.token_texts):
+            return None
+        return np.clip(np.nan_to_num(values.astype(np.float64)) / FULL[self._color], -1.0, 1.0)
+
+    def _shortened(self, text: Text) -> Text:
+        if not self._cut or len(text) <= CUT:
+            return text
+        left_out = len(text) - CUT
+        return text[:CUT].append(f" ... {left_out} more characters (--full)", "reverse")
+
+
+def values_of(sample: Sample, color: str) -> np.ndarray | None:
+    """What colours the tokens, (length,); None where it was not recorded."""
+    if color == "advantage":
+        return sample.advantages
+    if color == "entropy":
+        return sample.entropies
+    if color == "gap" and sample.old_log_probs is not None and sample.rollout_log_probs is not None:
+        return sample.old_log_probs - sample.rollout_log_probs
+    return None
+
+
+def _style(strength: float, color: str) -> str | None:
+    """White on a background between black and the colour of the sign."""
+    if strength == 0:
+        return None
+    full = NEUTRAL if color == "entropy" else POSITIVE if strength > 0 else NEGATIVE
+    share = 0.35 + 0.65 * abs(strength)
+    red, green, blue = (round(share * part) for part in full)
+    return f"white on rgb({red},{green},{blue})"
+
+
+def _named_style(strength: float, color: str) -> str | None:
+    """Of the 16 colours, or fewer: coloured text, and a coloured background from half of the full strength on."""
+    if strength == 0:
+        return None
+    name = "yellow" if color == "entropy" else "green" if strength > 0 else "red"
+    return f"black on {name}" if abs(strength) >= 0.5 else name
+
+
+def _line(text: str, style: str) -> Text:
+    return Text(printable(text, one_line=True), style=style, overflow="fold")
+
+
+def _number(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return printable(str(value), one_line=True)[:80]
+    return "nan" if math.isnan(value) else f"{value:.4g}"

@@ -1,0 +1,241 @@
+"""From a run's records to events of Chrome's trace event format, which Perfetto and chrome://tracing show.
+
+The format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+A node is a process, a rank is a thread whose ranges nest, and each scoring process or saving thread is a thread, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Count
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hpcrl.observe.trace.reader import RankStep, Window
+from hpcrl.runtime.spans import WAIT, Beside, Recorded, Transfer
+
+Event = dict[str, Any]
+TRACKS_PER_RANK = 1000
+GIB = 2**30
+
+
+class Slice(NamedTuple):
+    """A complete event in ns since the beginning of the file; sorted so that outer ones come first."""
+
+    began: int
+    minus_ended: int
+    name: str
+    category: str
+    arguments: dict[str, Any]
+
+    @property
+    def ended(self) -> int:
+        return -self.minus_ended
+
+
+@dataclass
+class Timeline:
+    """Makes the events of a file. Times in it are microseconds since the begin of the window `first`."""
+
+    first: Window
+    _processes: dict[str, int] = field(default_factory=dict)  # node -> pid
+    _threads: dict[tuple[int, str], int] = field(default_factory=dict)  # (rank, track) -> tid
+    _flows: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _unpaired: dict[int, Event] = field(default_factory=dict)  # flow -> the end that was found first
+
+    def process(self, node: str) -> tuple[int, list[Event]]:
+        """The pid of a node, and the events that name it the first time."""
+        if node in self._processes:
+            return self._processes[node], []
+        pid = self._processes[node] = len(self._processes) + 1
+        return pid, [
+            _meta("process_name", pid, name=f"node {node}"),
+            _meta("process_sort_index", pid, sort_index=pid),
+        ]
+
+    def thread(self, pid: int, rank: int, track: str, label: str) -> tuple[int, list[Event]]:
+        """The tid of a track, and the events that name it the first time."""
+        if (rank, track) in self._threads:
+            return self._threads[rank, track], []
+        index = sum(other == rank for other, _ in self._threads)
+        tid = self._threads[rank, track] = (rank + 1) * TRACKS_PER_RANK + index
+        return tid, list(track_names(pid, tid, label))
+
+    def step(self, window: Window, rank: RankStep, stragglers: list[dict]) -> Iterator[Event]:
+        """The events of one step of one rank. stragglers: of the step."""
+        zero = self.first.began - (window.wall - self.first.wall)  # on rank 0's clock
+
+        def ns(at: float) -> int:
+            return round((rank.on_rank_0(at) - zero) * 1e9)
+
+        first, last = round((window.began - zero) * 1e9), round((window.ended - zero) * 1e9)
+        pid, named = self.process(rank.node)
+        yield from named
+        tid, named = self.thread(pid, rank.rank, "", f"rank {rank.rank}")
+        yield from named
+        slices: list[Slice] = []
+        beside: list[Beside] = []
+        ends: list[tuple[int, Transfer, bool]] = []
+        for record in rank.records:
+            events = record.events()
+            slices += [_slice(span, ns(span.began), ns(span.ended)) for span in events.spans]
+            for transfer in events.transfers:
+                began, ended = ns(transfer.began), ns(transfer.ended)
+                is_sender = transfer.source == rank.rank
+                if transfer.kind == "columns":
+                    name = f"send to rank {transfer.destination}" if is_sender else f"receive from {transfer.source}"
+                    slices.append(Slice(began, -ended, name, "transfer", _bytes(transfer)))
+                ends.append(((began if is_sender else max(began, ended - 1)), transfer, is_sender))
+            beside += events.beside
+            for counter in events.counters:
+                if first <= (at := ns(counter.at)) <= last:
+                    name, value = f"rank {rank.rank} {counter.name}", counter.value / GIB
+                    yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at / 1e3, "args": {"GiB": value}}
+            for instant in events.instants:
+                if first <= (at := ns(instant.at)) <= last:
+                    yield _instant(instant.name, pid, tid, at)
+        for one in nested(_clip(slices, first, last)):
+            yield complete(one, pid, tid)
+        seen: Count[tuple[Any, ...]] = Count()
+        for at, transfer, is_sender in sorted(ends, key=lambda end: end[0]):
+            key = (window.slice_ns, transfer.command, transfer.kind, transfer.source, transfer.destination)
+            seen[key] += 1
+            if first <= at <= last:
+                flow = self._flows.setdefault((*key, seen[key]), len(self._flows) + 1)
+                yield from self._pair(flow, _flow(flow, transfer, pid, tid, at, is_sender))
+        found = [(one.track, Slice(ns(one.began), -ns(one.ended), one.name, "background", {})) for one in beside]
+        yield from self._beside(pid, rank.rank, found, first, last)
+        for entry in stragglers:
+            if entry["rank"] == rank.rank:
+                yield _instant(_verdict(entry), pid, tid, last)
+
+    def _pair(self, flow: int, event: Event) -> Iterator[Event]:
+        """Both ends of an arrow, once both are found."""
+        other = self._unpaired.pop(flow, None)
+        if other is None:
+            self._unpaired[flow] = event
+        else:
+            yield from (other, event)
+
+    def _beside(self, pid: int, rank: int, work: list[tuple[str, Slice]], first: int, last: int) -> Iterator[Event]:
+        """Tracks of child processes and threads. Work of one track that overlaps is put on tracks of its own."""
+        for name in sorted({track for track, _ in work}):
+            busy_until: list[int] = []
+            for one in sorted(_clip([one for track, one in work if track == name], first, last), key=_order):
+                lane = next((lane for lane, until in enumerate(busy_until) if until <= one.began), len(busy_until))
+                busy_until[lane : lane + 1] = [one.ended]
+                track = name if lane == 0 else f"{name} ({lane + 1})"
+                tid, named = self.thread(pid, rank, track, f"rank {rank} {track}")
+                yield from named
+                yield complete(one, pid, tid)
+
+
+def _clip(slices: list[Slice], first: int, last: int) -> list[Slice]:
+    """The parts of the slices between two times."""
+    return [
+        one._replace(began=max(one.began, first), minus_ended=-min(one.ended, last))
+        for one in slices
+        if one.began < last and one.ended > first or first <= one.began == one.ended < last
+    ]
+
+
+def _order(one: Slice) -> tuple[int, int]:
+    return one[:2]
+
+
+def nested(slices: list[Slice]) -> Iterator[Slice]:
+    """The slices in the order of their start, each inside the one that was open when it began: what would end later is
+    cut, as the format demands."""
+    open_until: list[int] = []
+    for one in sorted(slices, key=_order):
+        while open_until and open_until[-1] <= one.began:
+            open_until.pop()
+        ended = min(one.ended, open_until[-1]) if open_until else one.ended
+        open_until.append(ended)
+        yield one._replace(minus_ended=-ended)
+
+
+def _slice(span: Recorded, began: int, ended: int) -> Slice:
+    if span.name == WAIT:
+        return Slice(began, -ended, WAIT, WAIT, {})
+    category = "phase" if span.name.startswith("controller.") else "command" if span.command else "range"
+    arguments: dict[str, Any] = {"waited_ms": round(span.waited * 1e3, 6)}
+    if span.command:
+        arguments["command"] = span.command
+    return Slice(began, -ended, span.name, category, arguments)
+
+
+def complete(one: Slice, pid: int, tid: int) -> Event:
+    event: Event = {
+        "ph": "X",
+        "name": one.name,
+        "cat": one.category,
+        "pid": pid,
+        "tid": tid,
+        "ts": one.began / 1e3,
+        "dur": (one.ended - one.began) / 1e3,
+    }
+    if one.category == WAIT:
+        event["cname"] = "grey"
+    if one.arguments:
+        event["args"] = one.arguments
+    return event
+
+
+def _bytes(transfer: Transfer) -> dict[str, Any]:
+    return {"source": transfer.source, "destination": transfer.destination, "bytes": transfer.nbytes}
+
+
+def _flow(flow: int, transfer: Transfer, pid: int, tid: int, at: int, is_sender: bool) -> Event:
+    name = f"{transfer.kind} {transfer.source} to {transfer.destination}"
+    event: Event = {"ph": "s" if is_sender else "f", "id": flow, "name": name, "cat": transfer.kind}
+    event |= {"pid": pid, "tid": tid, "ts": at / 1e3, "args": _bytes(transfer)}
+    return event if is_sender else event | {"bp": "e"}
+
+
+def _instant(name: str, pid: int, tid: int, at: int) -> Event:
+    return {"ph": "i", "s": "t", "name": name, "cat": "event", "pid": pid, "tid": tid, "ts": at / 1e3}
+
+
+def _verdict(entry: dict) -> str:
+    return f"straggler in {entry.get('phase')}: {entry.get('ratio')} times the median"
+
+
+def _meta(kind: str, pid: int, tid: int = 0, **arguments: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": arguments}
+
+
+def process_name(pid: int, name: str) -> Event:
+    return _meta("process_name", pid, name=name)
+
+
+def track_names(pid: int, tid: int, name: str) -> Iterator[Event]:
+    """The events that name a track, and put it behind those of smaller numbers."""
+    yield _meta("thread_name", pid, tid, name=name)
+    yield _meta("thread_sort_index", pid, tid, sort_index=tid)
+
+
+def phases_of(
+    rows: dict[int, dict[str, float]], steps: list[int], stragglers: dict[int, list[dict]]
+) -> Iterator[Event]:
+    """Events of steps of which there is no trace, from metrics: the phases of a step one after the other."""
+    yield process_name(1, "phases, from metrics.jsonl")
+    for tid, name in enumerate(("steps", "phases in sequence"), 1):
+        yield from track_names(1, tid, name)
+    at = 0
+    for step in steps:
+        seconds = {
+            key.removeprefix("timing_s/"): value
+            for key, value in rows.get(step, {}).items()
+            if key.startswith("timing_s/") and value > 0  # not NaN either
+        }
+        whole = round(seconds.pop("step", 0.0) * 1e9)
+        ended = at
+        for name, value in seconds.items():
+            length = round(value * 1e9)
+            yield complete(Slice(ended, -(ended + length), name, "phase", {}), 1, 2)
+            ended += length
+        yield complete(Slice(at, -(at + whole), f"step {step}", "phase", {}), 1, 1)
+        for entry in stragglers.get(step, []):
+            yield _instant(f"rank {entry['rank']}: {_verdict(entry)}", 1, 1, at + whole)
+        at = max(ended, at + whole)

@@ -1,0 +1,203 @@
+"""Reads the trace files of a run, of any of its steps, on one timeline: rank 0's clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcrl.observe.record.archive import read_records
+from hpcrl.observe.trace.clocks import Alignment
+from hpcrl.observe.trace.records import FOLDER, StepRecord, TraceError, decode
+from hpcrl.sandbox.foreign_files import parse_json, read_text
+
+MARGIN = 1.0  # seconds by which a clock may be wrong before it is corrected
+STRAGGLERS_FILE = "stragglers.jsonl"  # of hpcrl.runtime.watchdog
+
+
+@dataclass(frozen=True)
+class Window:
+    """A step on rank 0's clock, in seconds: until the next one begins, so with the validation and the save after it.
+    wall: wall time minus that clock."""
+
+    step: int
+    slice_ns: int
+    began: float
+    ended: float
+    wall: float
+
+
+class Hull(NamedTuple):
+    """The time from the first to the last one of several windows."""
+
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The records of one rank that overlap a window, and its alignments from there on."""
+
+    rank: int
+    node: str
+    records: list[StepRecord]
+    clock: list[Alignment]
+
+    def on_rank_0(self, at: float) -> float:
+        """Convert a time of this rank's clock to rank 0's: linear between two alignments, constant outside."""
+        return at - offset_at(self.clock, at)
+
+    def overlaps(self, record: StepRecord, window: Window | Hull) -> bool:
+        return (
+            self.on_rank_0(record.ended) > window.began - MARGIN
+            and self.on_rank_0(record.began) < window.ended + MARGIN
+        )
+
+    @property
+    def error(self) -> float:
+        """The largest error of the alignment, in seconds."""
+        return max((one.error for one in self.clock), default=0.0)
+
+
+def offset_at(clock: list[Alignment], at: float) -> float:
+    """The offset of a clock at a time, from alignments in the order of their time."""
+    if not clock:
+        return 0.0
+    if at <= clock[0].at:
+        return clock[0].offset
+    for before, after in itertools.pairwise(clock):
+        if at <= after.at:
+            share = (at - before.at) / max(after.at - before.at, 1e-9)
+            return before.offset + share * (after.offset - before.offset)
+    return clock[-1].offset
+
+
+class TraceFiles:
+    """The trace of a run. Files may be missing or torn; `report` gets a line for each problem."""
+
+    def __init__(self, run: Path, report: Callable[[str], None] = lambda line: None) -> None:
+        self._run = run
+        self._paths = {
+            int(path.stem.removeprefix("rank_")): path
+            for path in sorted((run / FOLDER).glob("rank_*.log"))
+            if path.stem.removeprefix("rank_").isdecimal()
+        }
+        self._report = report
+        self._reported: set[str] = set()
+        self._first = min(self._paths, default=0)  # rank 0, unless its file is lost
+        self._windows = {window.step: window for window in self._find_windows()}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks with a file."""
+        return list(self._paths)
+
+    @property
+    def steps(self) -> list[int]:
+        """Recorded steps."""
+        return sorted(self._windows)
+
+    def window(self, step: int) -> Window:
+        """Raises TraceError if the step is not recorded."""
+        if step not in self._windows:
+            raise TraceError(f"step {step} is not recorded; recorded: {format_steps(self.steps)}")
+        return self._windows[step]
+
+    def read(self, windows: Sequence[Window]) -> Iterator[tuple[Window, RankStep]]:
+        """Each rank's records of these steps, one rank after the other. Ranks without any are left out."""
+        hulls = {
+            one.slice_ns: Hull(
+                min(other.began for other in windows if other.slice_ns == one.slice_ns),
+                max(other.ended for other in windows if other.slice_ns == one.slice_ns),
+            )
+            for one in windows
+        }
+        for rank in self._paths:
+            found: dict[int, RankStep] = {}
+            for record in self._records(rank):
+                hull = hulls.get(record.slice_ns)
+                if hull is None:
+                    continue
+                kept = found.setdefault(record.slice_ns, RankStep(rank, record.node, [], []))
+                kept.clock.extend(one for one in record.clock if not kept.clock or one.at > kept.clock[-1].at)
+                if kept.overlaps(record, hull):
+                    kept.records.append(record)
+                elif kept.records and len(hulls) == 1:
+                    break  # its alignment, too, is after the steps
+            for window in windows:
+                kept = found.get(window.slice_ns, RankStep(rank, "", [], []))
+                records = [one for one in kept.records if kept.overlaps(one, window)]
+                if records:
+                    first = max((n for n, one in enumerate(kept.clock) if one.at <= records[0].began), default=0)
+                    yield window, RankStep(rank, kept.node, records, kept.clock[first:])
+
+    def _find_windows(self) -> Iterator[Window]:
+        """Windows of all recorded steps. Without rank 0's file, a step is the record of the lowest rank."""
+        previous: StepRecord | None = None
+        walls: dict[int, float] = {}
+        records = list(self._records(self._first, is_index=True)) if self._paths else []
+        for number, record in enumerate(records):
+            if record.is_rest:
+                previous = record
+                continue
+            is_first = previous is None or previous.slice_ns != record.slice_ns
+            began = record.began if is_first or record.step_began is None else record.step_began
+            following = records[number + 1] if number + 1 < len(records) else None
+            ended = record.ended
+            if following is not None and following.slice_ns == record.slice_ns and record.step_began is not None:
+                if following.is_rest and following.step == record.step:
+                    ended = following.ended
+                elif following.step == record.step + 1 and following.step_began is not None:
+                    ended = following.step_began
+            clock = list(record.clock)
+            began, ended = (at - offset_at(clock, at) for at in (began, ended))
+            # One for the whole slice, although wall clocks are adjusted, so that its steps follow one another.
+            wall = walls.setdefault(record.slice_ns, record.wall + offset_at(clock, record.ended))
+            yield Window(record.step, record.slice_ns, began, ended, wall)
+            previous = record
+
+    def _records(self, rank: int, *, is_index: bool = False) -> Iterator[StepRecord]:
+        def report(line: str) -> None:
+            if line not in self._reported:
+                self._reported.add(line)
+                self._report(line.replace("samples", "records"))
+
+        path = self._paths[rank]
+        try:
+            for record in read_records(path, report, self._run):
+                yield decode(record | {"events": b""} if is_index else record)
+        except (OSError, TraceError) as error:
+            report(f"{path}: {error}")
+
+
+def format_steps(steps: list[int]) -> str:
+    """`1-40, 44, 48-50`, the first and last few of many."""
+    if not steps:
+        return "none"
+    spans = [[steps[0], steps[0]]]
+    for step in steps[1:]:
+        if step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ", ".join(texts if len(texts) <= 12 else [*texts[:6], "...", *texts[-5:]])
+
+
+def stragglers_of(run: Path, step: int) -> list[dict]:
+    """What `stragglers.jsonl` says of ranks that were found to be slow at the end of this step."""
+    found = []
+    try:
+        lines = read_text(run / STRAGGLERS_FILE, errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            entry = parse_json(line)
+            if entry["step"] == step and isinstance(entry["rank"], int):
+                found.append(entry)
+        except (ValueError, KeyError, TypeError):
+            continue  # a torn line
+    return found

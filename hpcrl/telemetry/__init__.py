@@ -1,1 +1,0 @@
-"""Output of a run: TensorBoard, metrics.jsonl, timers, progress, the rollout archive."""

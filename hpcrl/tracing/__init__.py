@@ -1,1 +1,0 @@
-"""Rank grids of roles: layout arithmetic, and process groups."""
