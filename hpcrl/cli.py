@@ -232,7 +232,7 @@ def plan(arguments: list[str]) -> NoReturn:
 
 
 def check(arguments: list[str]) -> NoReturn:
-    from hpcrl.runtime import check
+    from hpcrl.machine import check
 
     parser = ArgumentParser(prog="hpcrl check", description=TOOLS["check"][1])
     parser.add_argument("--trtllm", action="store_true", help="whether TensorRT-LLM can be used here; collective")
@@ -258,11 +258,11 @@ def check(arguments: list[str]) -> NoReturn:
 
 def check_job(config: str | None, overrides: list[str], machine: str | None, rounds: int) -> NoReturn:
     from hpcrl.engine.checkpoint.manifest import verify
-    from hpcrl.runtime import check_job
+    from hpcrl.machine import check_job
 
     save_machine = None
     if machine:
-        from hpcrl.predict import measured
+        from hpcrl.machine import measured
 
         save_machine = partial(measured.save, machine)
 

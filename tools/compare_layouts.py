@@ -23,10 +23,10 @@ import checkout  # noqa: F401
 from bench_layouts import STEPS, config_of, read
 from layout_cases import PROMPT_LENGTH, PROMPTS, SAMPLES, Case, cases, response_length
 
+from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.calibrate import Measured, fit, fitted_machine
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.step import Prediction, predict
 
 CALIBRATED = (

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from hpcrl.config.loader import load_config
 from hpcrl.config.yaml_core import parse
+from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine, read_machine
 from hpcrl.plan.memory import GIB, TrainingPlan, with_keys
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine, read_machine
 from hpcrl.predict.phases import JobTimes
 from hpcrl.predict.step import Prediction, predict
 

@@ -130,7 +130,7 @@ class Train(TrainingJob):
     @classmethod
     def prepare(cls, config: Config) -> Config:
         if config.job.machine is not None:
-            from hpcrl.predict.machine import read_machine
+            from hpcrl.machine.machine_file import read_machine
 
             read_machine(config.job.machine)  # an invalid one is an error before anything is built
         return super().prepare(config)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
+from hpcrl.machine.machine_file import Machine
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine
 from hpcrl.predict.modes import GENERATES
 from hpcrl.predict.step import Prediction, predict
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.machine.machine_file import Machine, read_machine
+from hpcrl.machine.measured import check_target, save
 from hpcrl.predict.calibrate import ASSUMED, Fitted, Measured, fit, fitted_machine, misses
-from hpcrl.predict.machine import Machine, read_machine
-from hpcrl.predict.measured import check_target, save
 from hpcrl.predict.recorded import read_all
 
 SHOWN = 10  # phases of runs that are predicted badly

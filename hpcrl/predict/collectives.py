@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from hpcrl.predict.machine import Machine
-from hpcrl.runtime.fits import ring_link
+from hpcrl.machine.fits import ring_link
+from hpcrl.machine.machine_file import Machine
 from hpcrl.runtime.layout import Layout
 
 
@@ -51,7 +51,7 @@ class Hop(NamedTuple):
 class Network(NamedTuple):
     """The links of a machine. shared: bytes per second of all ranks of a node; None: no limit. has_rings: whether all
     ranks of a node send to other nodes at the same time in one collective. shares: by ranks of a group, ascending.
-    cores, contention: of a node, see `hpcrl.predict.machine.Node`."""
+    cores, contention: of a node, see `hpcrl.machine.machine_file.Node`."""
 
     inside: Hop
     outside: Hop

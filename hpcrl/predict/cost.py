@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from operator import add
 from typing import NamedTuple
 
-from hpcrl.predict.machine import Device, Dtype, Machine, Rate
+from hpcrl.machine.machine_file import Device, Dtype, Machine, Rate
 
 NEAREST: dict[Dtype, tuple[Dtype, ...]] = {  # the rates to take, in this order
     "float32": ("float32", "bfloat16"),

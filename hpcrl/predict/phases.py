@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hpcrl.config.roles import JUDGE, Part, offloaded
 from hpcrl.config.schema import EngineConfig, RecomputeConfig
+from hpcrl.machine.machine_file import Dtype, Machine
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.generation import native_kv_cache
 from hpcrl.plan.memory import GIB, NEEDED, Phase, TrainingPlan
@@ -19,7 +20,6 @@ from hpcrl.predict.cost import Cost, Units
 from hpcrl.predict.decode import Engine, Work, kv_width
 from hpcrl.predict.layers import Stage, numbers_of
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Dtype, Machine
 from hpcrl.predict.operators import ENGINE, GRAPH
 from hpcrl.predict.passes import PassModel, Recompute
 from hpcrl.predict.training import (

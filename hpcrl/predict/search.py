@@ -30,13 +30,13 @@ from typing import NamedTuple
 
 from hpcrl.config.roles import KEYS, Part
 from hpcrl.config.schema import Config
+from hpcrl.machine.machine_file import Machine
 from hpcrl.plan.fixes import tightest
 from hpcrl.plan.memory import Row, TrainingPlan, with_keys
 from hpcrl.predict.bound import least
 from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split, families, least_split, undominated
 from hpcrl.predict.cost import fitted
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine
 from hpcrl.predict.phases import JobTimes, Timed
 from hpcrl.predict.space import Keys, Placement, Space
 from hpcrl.predict.step import Prediction, lower_bound, predict

@@ -17,9 +17,9 @@ from hpcrl.config.derive import JobDescription
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import AUTO, Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.plan.memory import Row, TrainingPlan, binary, with_keys
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.search import KEPT, Found, Result, Search, fullest, leanest
 from hpcrl.predict.slices import Slice, counted, divide, order, slice_of
 from hpcrl.predict.space import AXES, Knobs, Mode, Space

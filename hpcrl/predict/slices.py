@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from hpcrl.machine.machine_file import Machine
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine
 from hpcrl.predict.phases import JobTimes
 
 SETUP = 300.0  # starting MPI, imports and building the models, where no slice of the run has measured it

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.bound import least
 from hpcrl.predict.cost import Cost, fitted
 from hpcrl.predict.decode import generation_cost, schedule
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine
 from hpcrl.predict.modes import step_of
 from hpcrl.predict.phases import JobTimes
 from hpcrl.predict.timeline import Span

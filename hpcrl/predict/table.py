@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.step import Prediction, predict
 
 NAMED = 2  # kinds of a phase that a row names

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO, Config, seconds_of
+from hpcrl.machine.machine_file import read_machine
 from hpcrl.plan.memory import TrainingPlan
-from hpcrl.predict.machine import read_machine
 from hpcrl.predict.search import Result, Search
 from hpcrl.predict.search_command import Asked, has_rollout
 from hpcrl.predict.slices import Slice, clock, counted, divide, shortest, slice_of

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from hpcrl.jobs.train import Train
+from hpcrl.machine.machine_file import read_machine
 from hpcrl.observe.record.archive import read_samples, step_path
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import read_machine
 from hpcrl.predict.step import predict
 from hpcrl.run.predicted import on_ranks
 from tests.mpi.lab import Lab, run_job

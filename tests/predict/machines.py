@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.predict.machine import Machine
+from hpcrl.machine.machine_file import Machine
 
 GPU: dict[str, Any] = {
     "name": "gpu",

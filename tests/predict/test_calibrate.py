@@ -14,10 +14,10 @@ import pytest
 from hpcrl.config import yaml_core
 from hpcrl.config.loader import dump_config
 from hpcrl.jobs.train import Train
+from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.predict.calibrate import Measured, cause, fit, fitted_machine, misses
 from hpcrl.predict.experts import LOAD_METRIC
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.recorded import read_measured, sigma_of
 from hpcrl.predict.step import predict
 from tests.predict.machines import cpu

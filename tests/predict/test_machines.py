@@ -10,8 +10,8 @@ import pytest
 
 from hpcrl.config import yaml_core
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.predict.machine import MACHINES, read_machine
-from hpcrl.predict.measured import check_target, save
+from hpcrl.machine.machine_file import MACHINES, read_machine
+from hpcrl.machine.measured import check_target, save
 
 NAMES = sorted(path.stem for path in MACHINES.glob("*.yaml"))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hpcrl.config.schema import OptimConfig
+from hpcrl.machine.measure_device import CountOperators
 from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.meta import fake_rank
@@ -19,7 +20,6 @@ from hpcrl.predict.training import OPTIMIZER_OPERATORS
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.layout import Layout
-from hpcrl.runtime.measure_device import CountOperators
 from tests.plan.passes import LENGTH, SAMPLES, loss, make_batch
 from tests.plan.shapes import MOE, SHAPE
 from tests.plan.test_memory import make_engine

@@ -12,10 +12,10 @@ import pytest
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine
 from hpcrl.plan.disk import checkpoint_bytes
 from hpcrl.plan.memory import TrainingPlan, with_keys
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine
 from hpcrl.predict.phases import JobTimes
 from hpcrl.predict.step import Prediction, lower_bound, predict
 from hpcrl.predict.table import lines_of

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.machine.machine_file import Machine
 from hpcrl.predict.gantt import ends_of_steps, rows_of
-from hpcrl.predict.machine import Machine
 from hpcrl.predict.table import lines_of
 from hpcrl.predict.timeline import Span
 from hpcrl.predict.timeline_files import Track, tracks

@@ -9,7 +9,7 @@ import time
 from importlib import metadata
 
 from hpcrl import cli
-from hpcrl.runtime import check_job
+from hpcrl.machine import check_job
 
 WRONG = sys.argv[1]
 RANK = int(os.environ["PMI_RANK"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.runtime import check
+from hpcrl.machine import check
 from hpcrl.sandbox.isolation import Isolation
 from tests.preloaded import RANK
 

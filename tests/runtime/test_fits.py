@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.runtime.fits import (
+from hpcrl.machine.fits import (
     bus_bandwidth,
     fit_line,
     fit_link,

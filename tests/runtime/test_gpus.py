@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from hpcrl.config.schema import Config
+from hpcrl.machine.check import cuda_finding
 from hpcrl.runtime import gpus
-from hpcrl.runtime.check import cuda_finding
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.gpus import FoundGpus, Gpu
 from hpcrl.runtime.world import use_expandable_segments

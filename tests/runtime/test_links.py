@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from hpcrl.runtime.check_job import deviants, late_links, rounds, slow_nodes, slow_pairs
+from hpcrl.machine.check_job import deviants, late_links, rounds, slow_nodes, slow_pairs
 
 
 @pytest.mark.parametrize("count", [*range(1, 10), 32, 33])

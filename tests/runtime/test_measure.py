@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.predict.machine import Machine, read_machine
+from hpcrl.machine.machine_file import Machine, read_machine
 from tests.runtime.conftest import MPIEXEC, Ended
 
 CHECKING_JOB = Path(__file__).with_name("checking_job.py")

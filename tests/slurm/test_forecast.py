@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.cli import load_job
 from hpcrl.config.schema import seconds_of
-from hpcrl.predict.machine import read_machine
+from hpcrl.machine.machine_file import read_machine
 from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.bundle import with_paths
 from hpcrl.slurm.request import Request, Stage

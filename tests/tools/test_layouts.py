@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from hpcrl.config import yaml_core
-from hpcrl.predict.machine import Machine, read_machine
+from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.predict.step import predict
 from tests.predict.machines import cpu
 

@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcrl.machine.check import Finding, cuda, package, torch
 from hpcrl.runtime import mpi
-from hpcrl.runtime.check import Finding, cuda, package, torch
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import abort
 

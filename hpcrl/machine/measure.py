@@ -1,6 +1,6 @@
 """`hpcrl check --job --machine FILE`: what this machine can do, measured on all ranks of a job, as a plain mapping.
 
-The keys are those of `hpcrl.predict.machine.Machine`.
+The keys are those of `hpcrl.machine.machine_file.Machine`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcrl.machine.fits import crowding, ring_bandwidth, shared_cores
+from hpcrl.machine.measure_device import DeviceFigures, best, measure_device, product_rate
+from hpcrl.machine.measure_links import bus_bandwidths, contention, node_network, pair_link
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.fits import crowding, ring_bandwidth, shared_cores
-from hpcrl.runtime.measure_device import DeviceFigures, best, measure_device, product_rate
-from hpcrl.runtime.measure_links import bus_bandwidths, contention, node_network, pair_link
 
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hpcrl.runtime.fits import bus_bandwidth, fit_link, group_sizes
-from hpcrl.runtime.measure_device import synchronize
+from hpcrl.machine.fits import bus_bandwidth, fit_link, group_sizes
+from hpcrl.machine.measure_device import synchronize
 
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World

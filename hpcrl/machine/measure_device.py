@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcrl.runtime.fits import fit_rate
+from hpcrl.machine.fits import fit_rate
 
 DTYPES = (torch.float32, torch.bfloat16)
 LARGEST = 0.25  # seconds that one call may take; products and sequences grow up to it

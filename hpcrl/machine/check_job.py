@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
+from hpcrl.machine.check import GIB, Finding, report
+from hpcrl.machine.listeners import Listener, OpenedSockets, grouped
 from hpcrl.runtime import exits
-from hpcrl.runtime.check import GIB, Finding, report
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name, version_of
-from hpcrl.runtime.listeners import Listener, OpenedSockets, grouped
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively, wait, wait_all
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.store import own_address
@@ -325,7 +325,7 @@ def _measure(
     rounds: int,
 ) -> None:
     """Measure the machine and save its description. Ends the job if that cannot be done. Collective."""
-    from hpcrl.runtime.measure import measure
+    from hpcrl.machine.measure import measure
 
     timer = _start_timer(status, MEASURING_DEADLINE * max(1, rounds // 3))
     try:

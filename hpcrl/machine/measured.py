@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from hpcrl.config import yaml_core
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.predict.machine import Machine
+from hpcrl.machine.machine_file import Machine
 from hpcrl.sandbox.new_files import draft_of
 
 DIGITS = 3  # that measurements are good for
