@@ -140,7 +140,7 @@ def run_file(arguments: list[str]) -> NoReturn:
 
 def run_job(name: str, arguments: list[str]) -> NoReturn:
     """Run a job on all ranks with the config that rank 0 reads."""
-    from hpcrl.plan import dry_run
+    from hpcrl.forecast import dry_run
 
     if dry_run.requested(os.environ):
         dry_run.main(arguments, lambda: load_job(name))
@@ -188,7 +188,7 @@ def run_on_ranks(job: type[Job], parsed: argparse.Namespace, stop: StopRequests 
 def memory_advice(
     job: type[Job], config: Config, num_ranks: int, rank: int, role: str | None, phase: str | None
 ) -> str:
-    from hpcrl.plan.fixes import advice
+    from hpcrl.forecast.memory.fixes import advice
 
     if job.memory_advice:
         return f"to need less: {job.memory_advice}"
@@ -211,8 +211,8 @@ def print_derived(world: World, compute: Callable[[], RoleLayouts]) -> RoleLayou
 
 
 def plan(arguments: list[str]) -> NoReturn:
-    from hpcrl.plan import command
-    from hpcrl.predict import calibrate_command, search_command, table
+    from hpcrl.forecast import command
+    from hpcrl.forecast.time import calibrate_command, search_command, table
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         table.add_arguments(parser)

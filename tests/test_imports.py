@@ -155,7 +155,7 @@ def test_a_batch_is_made_and_moved_without_torch() -> None:
 def test_a_job_is_described_without_torch() -> None:
     """A login node may have none; and in a job, the ranks wait while rank 0 reads the template."""
     code = (
-        "import hpcrl.plan.command, hpcrl.slurm.submit, hpcrl.slurm.status, hpcrl.run.job, hpcrl.runtime.job; "
+        "import hpcrl.forecast.command, hpcrl.slurm.submit, hpcrl.slurm.status, hpcrl.run.job, hpcrl.runtime.job; "
         "hpcrl.run.job.builtin_jobs()"
     )
     loaded = loaded_after(

@@ -90,8 +90,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def run_on_ranks(options: argparse.Namespace) -> None:
     """Run jobs one after the other in one world."""
+    from hpcrl.forecast.memory.memory import with_keys
     from hpcrl.jobs.train import Train
-    from hpcrl.plan.memory import with_keys
     from hpcrl.runtime.job import run_spmd
 
     every, folder = list(layout_cases.cases()), options.folder

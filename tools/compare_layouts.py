@@ -23,11 +23,11 @@ import checkout  # noqa: F401
 from bench_layouts import STEPS, config_of, read
 from layout_cases import PROMPT_LENGTH, PROMPTS, SAMPLES, Case, cases, response_length
 
+from hpcrl.forecast.memory.memory import TrainingPlan
+from hpcrl.forecast.time.calibrate import Measured, fit, fitted_machine
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.step import Prediction, predict
 from hpcrl.machine.machine_file import Machine, read_machine
-from hpcrl.plan.memory import TrainingPlan
-from hpcrl.predict.calibrate import Measured, fit, fitted_machine
-from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.step import Prediction, predict
 
 CALIBRATED = (
     "dense grpo fixed: dp, engine tp1",

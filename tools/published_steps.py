@@ -2,7 +2,7 @@
 
 tools/published_steps.yaml has the figures, their sources, and what is assumed where a configuration is not published
 in full. Each row becomes a job of hpcrl with the same model, samples, layouts and lengths, whose phases
-`hpcrl.predict.step.predict` predicts for a machine of configs/machines. It takes a few seconds on one core, without a
+`hpcrl.forecast.time.step.predict` predicts for a machine of configs/machines. It takes a few seconds on one core, without a
 GPU, MPI or a network.
 """
 
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 from hpcrl.config.loader import load_config
 from hpcrl.config.yaml_core import parse
+from hpcrl.forecast.memory.memory import GIB, TrainingPlan, with_keys
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.phases import JobTimes
+from hpcrl.forecast.time.step import Prediction, predict
 from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine, read_machine
-from hpcrl.plan.memory import GIB, TrainingPlan, with_keys
-from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.phases import JobTimes
-from hpcrl.predict.step import Prediction, predict
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".yaml")

@@ -11,10 +11,10 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.engine.checkpoint.store import CheckpointStore
+from hpcrl.forecast.memory.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes
+from hpcrl.forecast.memory.refit import size
+from hpcrl.forecast.memory.state import ITEMSIZE, RoleModel
 from hpcrl.model.shape import Lora
-from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes
-from hpcrl.plan.refit import size
-from hpcrl.plan.state import ITEMSIZE, RoleModel
 
 if TYPE_CHECKING:
     from hpcrl.run.job import TrainingJob

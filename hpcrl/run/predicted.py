@@ -14,11 +14,11 @@ import numpy as np
 
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
+from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
+from hpcrl.forecast.time.experts import with_measured_load
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.step import APART, Prediction, forget_lengths, predict
 from hpcrl.machine.machine_file import Machine, read_machine
-from hpcrl.plan.memory import TrainingPlan, with_keys
-from hpcrl.predict.experts import with_measured_load
-from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.step import APART, Prediction, forget_lengths, predict
 from hpcrl.run.likely_cause import Evidence, likely_cause
 from hpcrl.run.performance import EXCESS, STEPS, Slow
 

@@ -17,10 +17,10 @@ from hpcrl.controller.controller import Controller
 from hpcrl.data.tokenizer import end_token_ids, load_tokenizer
 from hpcrl.engine.checkpoint.manifest import SavedPart, error_line
 from hpcrl.engine.checkpoint.store import CheckpointStore, Retention, is_hugging_face
+from hpcrl.forecast.memory.state import ITEMSIZE
 from hpcrl.model.hf.files import ADAPTER_CONFIG, TokenizerFiles, adapter_config, plan_files, write_beside
 from hpcrl.model.shape import Lora
 from hpcrl.observe.record.progress import PhaseTimers
-from hpcrl.plan.state import ITEMSIZE
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.key_value_store import KeyValueStore

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO, Config, seconds_of
+from hpcrl.forecast.memory.memory import TrainingPlan
+from hpcrl.forecast.time.search import Result, Search
+from hpcrl.forecast.time.search_command import Asked, has_rollout
+from hpcrl.forecast.time.slices import Slice, clock, counted, divide, shortest, slice_of
+from hpcrl.forecast.time.space import Knobs
+from hpcrl.forecast.time.step import Prediction, predict
+from hpcrl.forecast.time.table import lengths_of
 from hpcrl.machine.machine_file import read_machine
-from hpcrl.plan.memory import TrainingPlan
-from hpcrl.predict.search import Result, Search
-from hpcrl.predict.search_command import Asked, has_rollout
-from hpcrl.predict.slices import Slice, clock, counted, divide, shortest, slice_of
-from hpcrl.predict.space import Knobs
-from hpcrl.predict.step import Prediction, predict
-from hpcrl.predict.table import lengths_of
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 

@@ -9,7 +9,7 @@ import torch
 
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.plan.state import RoleModel
+from hpcrl.forecast.memory.state import RoleModel
 from tests.live_bytes import LiveBytes
 from tests.mpi.layouts import LAYOUTS, SHAPE, role_groups
 from tests.plan.passes import TOKENS, loss, make_batch, make_pass

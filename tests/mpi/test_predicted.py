@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpcrl.forecast.memory.memory import TrainingPlan
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.step import predict
 from hpcrl.jobs.train import Train
 from hpcrl.machine.machine_file import read_machine
 from hpcrl.observe.record.archive import read_samples, step_path
-from hpcrl.plan.memory import TrainingPlan
-from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.step import predict
 from hpcrl.run.predicted import on_ranks
 from tests.mpi.lab import Lab, run_job
 from tests.mpi.test_async import GRPO

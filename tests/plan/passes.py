@@ -9,9 +9,9 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.pictures import PictureColumn, PicturePlaces
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
+from hpcrl.forecast.memory.activations import Pass
+from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.model.vision import Vision
-from hpcrl.plan.activations import Pass
-from hpcrl.plan.state import RoleModel
 
 PROMPT, RESPONSE, SAMPLES = 40, 56, 12
 LENGTH = PROMPT + RESPONSE

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from hpcrl.config.loader import load_config
+from hpcrl.forecast.command import describe
+from hpcrl.forecast.memory.disk import checkpoint_bytes, kept_checkpoints
+from hpcrl.forecast.memory.fixes import cheapest_fix, tightest
+from hpcrl.forecast.memory.memory import GIB, Row, TrainingPlan, with_keys
 from hpcrl.jobs.train import Train
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.plan.command import describe
-from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints
-from hpcrl.plan.fixes import cheapest_fix, tightest
-from hpcrl.plan.memory import GIB, Row, TrainingPlan, with_keys
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.runtime.exits import InputError
 
@@ -235,7 +235,7 @@ def test_the_command_takes_less_than_a_minute(template: str) -> None:
 
 def test_the_arithmetic_needs_no_torch() -> None:
     program = (
-        "import sys\nfrom hpcrl.config.loader import load_config\nfrom hpcrl.plan.memory import TrainingPlan\n"
+        "import sys\nfrom hpcrl.config.loader import load_config\nfrom hpcrl.forecast.memory.memory import TrainingPlan\n"
         f"TrainingPlan(load_config({TEMPLATE!r})).rows()\nprint(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

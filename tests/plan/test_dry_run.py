@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.plan.dry_run import Place, digest, disagreements, started_by_launcher
+from hpcrl.forecast.dry_run import Place, digest, disagreements, started_by_launcher
 from hpcrl.runtime.layout import GROUP_DIMS, Layout
 
 ROOT = Path(__file__).parents[2]

@@ -17,13 +17,13 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.roles import Part
 from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.forecast.memory.activations import Pass
+from hpcrl.forecast.memory.meta import DTYPES, fake_rank, parameter_bytes
+from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.model.packed import pack
 from hpcrl.model.params import Head, stage_layers
 from hpcrl.model.router import NOT_RECORDED
 from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.plan.activations import Pass
-from hpcrl.plan.meta import DTYPES, fake_rank, parameter_bytes
-from hpcrl.plan.state import RoleModel
 from hpcrl.runtime.layout import Layout
 from tests.covering import covering
 from tests.live_bytes import LiveBytes

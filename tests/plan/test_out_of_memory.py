@@ -7,8 +7,8 @@ import pytest
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import registration_of
-from hpcrl.plan.fixes import PHASES, advice
-from hpcrl.plan.memory import GIB, TrainingPlan
+from hpcrl.forecast.memory.fixes import PHASES, advice
+from hpcrl.forecast.memory.memory import GIB, TrainingPlan
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.critic import CriticWorker
 from hpcrl.workers.frozen import RefWorker, RewardModelWorker, TeacherWorker

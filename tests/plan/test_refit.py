@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.loader import load_config
+from hpcrl.forecast.memory.refit import describe, question
 from hpcrl.jobs.train import Train
-from hpcrl.plan.refit import describe, question
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = str(ROOT / "configs" / "ppo_70b.yaml")

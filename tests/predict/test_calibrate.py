@@ -13,13 +13,13 @@ import pytest
 
 from hpcrl.config import yaml_core
 from hpcrl.config.loader import dump_config
+from hpcrl.forecast.time.calibrate import Measured, cause, fit, fitted_machine, misses
+from hpcrl.forecast.time.experts import LOAD_METRIC
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.recorded import read_measured, sigma_of
+from hpcrl.forecast.time.step import predict
 from hpcrl.jobs.train import Train
 from hpcrl.machine.machine_file import Machine, read_machine
-from hpcrl.predict.calibrate import Measured, cause, fit, fitted_machine, misses
-from hpcrl.predict.experts import LOAD_METRIC
-from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.recorded import read_measured, sigma_of
-from hpcrl.predict.step import predict
 from tests.predict.machines import cpu
 from tests.predict.test_step import job_of, lengths_of, machine_of
 

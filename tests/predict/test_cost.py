@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.predict.collectives import Group, Network, group_of, interpolated
-from hpcrl.predict.cost import Cost, Units
-from hpcrl.predict.phases import Timed
+from hpcrl.forecast.time.collectives import Group, Network, group_of, interpolated
+from hpcrl.forecast.time.cost import Cost, Units
+from hpcrl.forecast.time.phases import Timed
 from hpcrl.runtime.layout import Layout
 from tests.predict.machines import cpu, gpu
 

@@ -7,8 +7,8 @@ from collections import deque
 
 import pytest
 
-from hpcrl.predict.decode import GROUPS, Engine, Work, grouped, occupied, schedule
-from hpcrl.predict.lengths import Lengths
+from hpcrl.forecast.time.decode import GROUPS, Engine, Work, grouped, occupied, schedule
+from hpcrl.forecast.time.lengths import Lengths
 from tests.predict.machines import cpu, gpu
 from tests.predict.test_passes import SHAPE, model
 

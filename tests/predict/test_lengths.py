@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from hpcrl.predict.lengths import Lengths, spread
+from hpcrl.forecast.time.lengths import Lengths, spread
 
 SOME = Lengths((3, 5), (1, 4, 4, 10))
 

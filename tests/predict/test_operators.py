@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hpcrl.config.schema import OptimConfig
+from hpcrl.forecast.memory.meta import fake_rank
+from hpcrl.forecast.memory.state import RoleModel
+from hpcrl.forecast.time.operators import ENGINE, FORWARD, TRAINING, Operators
+from hpcrl.forecast.time.training import OPTIMIZER_OPERATORS
 from hpcrl.machine.measure_device import CountOperators
 from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
-from hpcrl.plan.meta import fake_rank
-from hpcrl.plan.state import RoleModel
-from hpcrl.predict.operators import ENGINE, FORWARD, TRAINING, Operators
-from hpcrl.predict.training import OPTIMIZER_OPERATORS
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.layout import Layout

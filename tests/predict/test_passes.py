@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from hpcrl.forecast.time.collectives import Network
+from hpcrl.forecast.time.cost import Cost, Units
+from hpcrl.forecast.time.experts import most_of
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.passes import Micro, PassModel, Recompute, pipelined
+from hpcrl.forecast.time.training import Optimizer, Passes, Update, forward_cost, imbalance, packing, update_cost
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.model.sizes import forward_flops
-from hpcrl.predict.collectives import Network
-from hpcrl.predict.cost import Cost, Units
-from hpcrl.predict.experts import most_of
-from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.passes import Micro, PassModel, Recompute, pipelined
-from hpcrl.predict.training import Optimizer, Passes, Update, forward_cost, imbalance, packing, update_cost
 from hpcrl.runtime.layout import Layout
 from tests.plan.shapes import DEEPSEEK, MOE, SHAPE
 from tests.predict.machines import gpu

@@ -12,16 +12,16 @@ import pytest
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.forecast.memory.fixes import tightest
+from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
+from hpcrl.forecast.time.candidates import Candidate
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.search import Result, Search
+from hpcrl.forecast.time.search_command import Asked, describe, differences, nodes_of, write
+from hpcrl.forecast.time.space import Knobs, Space
+from hpcrl.forecast.time.step import predict
 from hpcrl.jobs.sft import Sft
 from hpcrl.jobs.train import Train
-from hpcrl.plan.fixes import tightest
-from hpcrl.plan.memory import TrainingPlan, with_keys
-from hpcrl.predict.candidates import Candidate
-from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.search import Result, Search
-from hpcrl.predict.search_command import Asked, describe, differences, nodes_of, write
-from hpcrl.predict.space import Knobs, Space
-from hpcrl.predict.step import predict
 from hpcrl.runtime.exits import InputError, is_user_error
 from tests.predict.machines import gpu
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hpcrl.config.schema import JobConfig, seconds_of
-from hpcrl.predict.slices import Division, Slice, clock, divide, order, shortest
+from hpcrl.forecast.time.slices import Division, Slice, clock, divide, order, shortest
 
 HOUR = Slice(length=3600.0, setup=300.0, save=60.0, reserve=300.0)  # 3000 s for steps
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.loader import load_config
-from hpcrl.plan.memory import TrainingPlan, with_keys
-from hpcrl.predict.space import Knobs, Space, compositions, partitions
+from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
+from hpcrl.forecast.time.space import Knobs, Space, compositions, partitions
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.forecast.time.gantt import ends_of_steps, rows_of
+from hpcrl.forecast.time.table import lines_of
+from hpcrl.forecast.time.timeline import Span
+from hpcrl.forecast.time.timeline_files import Track, tracks
 from hpcrl.machine.machine_file import Machine
-from hpcrl.predict.gantt import ends_of_steps, rows_of
-from hpcrl.predict.table import lines_of
-from hpcrl.predict.timeline import Span
-from hpcrl.predict.timeline_files import Track, tracks
 from hpcrl.runtime.exits import InputError
 from tests.predict.machines import cpu
 from tests.predict.test_step import job_of, predicted

@@ -29,7 +29,7 @@ PRELOADED = (
     *("hpcrl.jobs.sft", "hpcrl.jobs.rm", "hpcrl.jobs.generate", "hpcrl.jobs.evaluate"),
     *("hpcrl.jobs.convert", "hpcrl.jobs.score", "hpcrl.run.job_config"),
     *("numpy.random", "h5py", "torch.utils.tensorboard.writer"),
-    *("hpcrl.engine.checkpoint.sharded_load", "hpcrl.engine.checkpoint.sharded_save", "hpcrl.plan.dry_run"),
+    *("hpcrl.engine.checkpoint.sharded_load", "hpcrl.engine.checkpoint.sharded_save", "hpcrl.forecast.dry_run"),
 )
 
 

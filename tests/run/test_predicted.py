@@ -11,12 +11,12 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import Controller
 from hpcrl.controller.register import Dispatch, Worker, register
+from hpcrl.forecast.memory.memory import TrainingPlan
+from hpcrl.forecast.time.experts import LOAD_METRIC
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.step import Prediction, predict
+from hpcrl.forecast.time.timeline import Span
 from hpcrl.jobs.train import Train
-from hpcrl.plan.memory import TrainingPlan
-from hpcrl.predict.experts import LOAD_METRIC
-from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.step import Prediction, predict
-from hpcrl.predict.timeline import Span
 from hpcrl.run.likely_cause import Evidence, likely_cause
 from hpcrl.run.performance import STEPS, Slow
 from hpcrl.run.predicted import (

@@ -14,7 +14,7 @@ import pytest
 from hpcrl.cli import load_job
 from hpcrl.config.loader import load_config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.plan.memory import TrainingPlan
+from hpcrl.forecast.memory.memory import TrainingPlan
 from hpcrl.runtime.exits import InputError
 
 ROOT = Path(__file__).parents[2]

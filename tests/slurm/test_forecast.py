@@ -116,7 +116,7 @@ def test_without_a_machine_nothing_is_predicted() -> None:
     code = (
         "import sys; from hpcrl.cli import main\n"
         "try: main(['submit', sys.argv[1], '--dry-run'])\n"
-        "finally: assert not [name for name in sys.modules if name.startswith('hpcrl.predict')]"
+        "finally: assert not [name for name in sys.modules if name.startswith('hpcrl.forecast.time')]"
     )
     ran = subprocess.run([sys.executable, "-c", code, RL], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

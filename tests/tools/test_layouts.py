@@ -12,8 +12,8 @@ from statistics import median
 import pytest
 
 from hpcrl.config import yaml_core
+from hpcrl.forecast.time.step import predict
 from hpcrl.machine.machine_file import Machine, read_machine
-from hpcrl.predict.step import predict
 from tests.predict.machines import cpu
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -91,7 +91,7 @@ def phases_of(case, machine: Machine) -> dict[str, list[float]]:
     from bench_layouts import config_of
     from compare_layouts import lengths_of
 
-    from hpcrl.plan.memory import TrainingPlan
+    from hpcrl.forecast.memory.memory import TrainingPlan
 
     found = predict(TrainingPlan(config_of(case, Path("/nowhere"))), machine, lengths_of(case))
     return {name: [seconds, seconds] for name, seconds in found.phases.items()} | {"step": [found.step, found.step]}

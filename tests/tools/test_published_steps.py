@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.predict.phases import whole_numbers
+from hpcrl.forecast.time.phases import whole_numbers
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.config.loader import load_config
-from hpcrl.plan.fixes import tightest
-from hpcrl.plan.memory import GIB, TrainingPlan
+from hpcrl.forecast.memory.fixes import tightest
+from hpcrl.forecast.memory.memory import GIB, TrainingPlan
 from hpcrl.runtime.job import run_directory
 from tools.gpu.qwen import CONFIG
 

@@ -1,0 +1,167 @@
+"""What makes a job that does not fit need less memory: the cheapest change, and advice to a rank that ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hpcrl.config.roles import KEYS, REF, Part, RoleSpec, offloaded
+from hpcrl.config.schema import Config
+from hpcrl.forecast.memory.memory import NEEDED, Phase, Row, TrainingPlan, binary, with_keys
+
+
+def tightest(rows: list[Row]) -> Row:
+    return max(rows, key=lambda row: row.total)
+
+
+def cheapest_fix(job: TrainingPlan) -> tuple[dict[str, object], Row] | None:
+    """The first change that makes the job fit, as config keys, and its tightest row; None if there is none.
+
+    In this order: the layout of the role that takes most, micro-batches, the KV cache, offload, several of these, more
+    nodes.
+    """
+    capacity = job.capacity
+    assert capacity is not None
+    for change in _changes(job):
+        try:
+            changed = TrainingPlan(with_keys(job.config, change), job.own_roles)
+            row = tightest(changed.rows())
+        except Exception as error:
+            if getattr(error, "user_error", False):
+                continue
+            raise
+        if row.total <= capacity:
+            return change, row
+    return None
+
+
+def _changes(job: TrainingPlan) -> Iterator[dict[str, object]]:
+    layouts, budgets, offloads = list(_layouts(job)), list(_budgets(job)), list(_more_offload(job))
+    now = job.config.rollout.gpu_memory_utilization
+    shares: list[dict[str, object]] = [
+        {"rollout.gpu_memory_utilization": share / 10} for share in range(9, 0, -1) if share / 10 < now
+    ]
+    yield from (*layouts, *budgets, *shares, *offloads)
+    least = budgets[-1] if budgets else {}
+    yield from (layout | least for layout in layouts)
+    yield from (least | last[-1] for last in (shares, offloads) if last)
+    for factor in (2, 4, 8, 16):
+        nodes: dict[str, object] = {"job.nodes": job.config.job.nodes * factor}
+        yield nodes
+        yield from (nodes | budget for budget in budgets)
+        for layout in layouts:
+            yield nodes | layout
+            yield nodes | layout | least
+
+
+def _layouts(job: TrainingPlan) -> Iterator[dict[str, object]]:
+    """Larger pp, then larger tp inside a node, of the role that takes most on the fullest rank."""
+    row = tightest(job.rows())
+    working = next((phase.role for phase in job.phases if phase.name == row.phase), "")
+    sizes = {role: job.states[role, stage].total for role, stage in row.place.stages.items() if role in job.models}
+    if not sizes:
+        return
+    if working in sizes:
+        sizes[working] += row.activations + row.logits
+    role = max(job.models, key=lambda name: sizes.get(name, -1))
+    layout = job.layouts[role]
+    for pp in (2 * layout.pp, 4 * layout.pp):
+        yield {f"placement.{role}.pp": pp}
+    tp = 2 * layout.tp
+    while tp <= job.config.job.ntasks_per_node:
+        yield {f"placement.{role}.tp": tp}
+        tp *= 2
+
+
+def _more_offload(job: TrainingPlan) -> Iterator[dict[str, object]]:
+    """Offload of frozen models, then of everything."""
+    can_move = [spec for spec in job.specs.values() if hasattr(spec.config_of(job.config), KEYS["parameters"])]
+    changes: dict[str, object] = {f"{spec.path}.{KEYS['parameters']}": True for spec in can_move if not spec.trains}
+    if changes:
+        yield dict(changes)
+    changes |= {f"{spec.path}.{key}": True for spec in can_move if spec.trains for key in KEYS.values()}
+    yield changes
+
+
+def _budgets(job: TrainingPlan) -> Iterator[dict[str, object]]:
+    """Halves of the micro-batches of the trained roles, down to one sequence."""
+    longest = job.derived.max_sequence_length
+    budgets = {
+        f"{spec.path}.{spec.max_tokens}": spec.token_budget(job.config) for spec in job.specs.values() if spec.trains
+    }
+    while max(budgets.values()) > longest:
+        budgets = {key: max(longest, tokens // 2) for key, tokens in budgets.items()}
+        yield dict(budgets)
+
+
+PHASES = {  # a worker's method -> the plan's name of the phase
+    "rollout.generate": "rollout",
+    "rollout.go_on": "rollout",
+    "actor.compute_log_prob": "old_log_prob",
+    "actor.compute_ref_log_prob": "ref",
+    "ref.compute_ref_log_prob": "ref",
+    "teacher.compute_teacher_log_prob": "teacher",
+    "reward.compute_rm_score": "reward",
+    "judge.judge": "judge",
+    "critic.compute_values": "values",
+    "critic.update_critic": "update_critic",
+    "actor.update_actor": "update_actor",
+    "refit.update_weights": "refit",
+    "actor.begin_save": "save_actor",
+    "critic.begin_save": "save_critic",
+}
+
+
+def advice(
+    config: Config, num_ranks: int, rank: int, role: str | None, method: str | None, own_roles: Sequence[RoleSpec] = ()
+) -> str:
+    """One line for a rank of `hpcrl train` that ran out of memory in a method of a role."""
+    per_node = config.job.ntasks_per_node if num_ranks % config.job.ntasks_per_node == 0 else num_ranks
+    # the job's actual size, which section `job` may not have
+    size = {"job.nodes": num_ranks // per_node, "job.ntasks_per_node": per_node, "job.gpus_per_node": per_node}
+    try:
+        job = TrainingPlan(with_keys(config, size), tuple(own_roles))
+        name = PHASES.get(f"{role}.{method}", f"update_{role}" if "update" in (method or "") else role)
+        phase = next((phase for phase in job.phases if phase.name == name), None)
+        row = next((row for row in job.rows() if row.phase == name and rank in row.place.ranks), None)
+    except Exception as error:
+        if not getattr(error, "user_error", False):
+            raise
+        return f"`hpcrl plan` has no figures: {error}"
+    if phase is None or row is None:
+        return "`hpcrl plan` has no figures for this phase"
+    parts = zip(Row._fields[2:], row[2:], strict=True)
+    figures = ", ".join(f"{name} {binary(nbytes)}" for name, nbytes in parts if nbytes)
+    return f"`hpcrl plan` expects {binary(row.total)}: {figures}; to need less: {', '.join(changes(job, phase, row))}"
+
+
+def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
+    """Config keys that reduce the phase's memory, the cheapest first."""
+    config, role = job.config, phase.role
+    if phase.kind == "generate":
+        section = "reward.judge" if role == "judge" else "rollout"
+        yield f"a smaller {section}.gpu_memory_utilization or {section}.max_num_seqs"
+    elif phase.kind == "refit":
+        yield "a smaller rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    elif phase.work is not None:
+        spec = REF if phase.name == "ref" else job.specs[role]
+        if spec.max_tokens:
+            yield f"{spec.path}.{spec.max_tokens} below {spec.token_budget(config)}"
+        if phase.kind == "train" and config.model.recompute.granularity != "full":
+            yield "model.recompute.granularity=full"
+    yield from _offloads(job, phase, row)
+    yield f"a larger placement.{role}.tp or pp"
+
+
+def _offloads(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
+    """Keys that offload what this phase does not need and the rank's roles still keep on the device."""
+    for role, model in job.models.items():
+        if role not in row.place.stages:
+            continue
+        parts: tuple[Part, ...] = (
+            ("parameters", "gradients", "optimizer") if model.optim is not None else ("parameters",)
+        )
+        works = role == phase.role or (role == "actor" and phase.kind == "refit")
+        kept = {*offloaded(job.config, job.specs[role]), *(NEEDED[phase.kind] if works else ())}
+        for part in parts:
+            if part not in kept:
+                yield f"{job.specs[role].path}.{KEYS[part]}=true"

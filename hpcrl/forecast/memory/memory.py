@@ -1,0 +1,418 @@
+"""What every rank of a job holds in each phase of a step, in bytes, and what would make it fit. No torch.
+
+A rank has a place: the pipeline stage of each role that it is in. Ranks of one place hold the same but for their share
+of the optimizer, of which the largest is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
+
+from hpcrl.config.derive import Derived, check
+from hpcrl.config.roles import ACTOR, JUDGE, PLACED, REF, Part, RoleSpec, offloaded, with_own
+from hpcrl.config.schema import Config, S
+from hpcrl.engine.refit.planner import RankTraffic, Resharding
+from hpcrl.forecast.memory.activations import Pass
+from hpcrl.forecast.memory.generation import JudgeEngine, encoding_work, generation_work, native_kv_cache
+from hpcrl.forecast.memory.refit import Question, job_shape, model_shape, question
+from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
+from hpcrl.forecast.memory.tower import PicturePass
+from hpcrl.model.architecture import check_longest
+from hpcrl.model.params import check_adapters, role_layout
+from hpcrl.model.shape import Lora
+from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token
+from hpcrl.model.vision import Vision
+from hpcrl.model.vision_rules import check_towers, check_vision
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
+
+MIB = 2**20
+GIB = 2**30
+Kind = Literal["generate", "forward", "train", "refit", "save"]
+NEEDED: dict[Kind, tuple[Part, ...]] = {  # of the role that works
+    "generate": (),
+    "forward": ("parameters",),
+    "train": ("parameters", "gradients", "optimizer"),
+    "refit": ("parameters",),
+    "save": ("parameters", "optimizer"),
+}
+
+
+class Phase(NamedTuple):
+    """A part of a step, and the role that works in it; `work`: its micro-batches."""
+
+    name: str
+    role: str
+    kind: Kind
+    work: Pass | None = None
+
+
+class Place(NamedTuple):
+    """Ranks with the same memory, and their pipeline stage in each of their roles."""
+
+    ranks: tuple[int, ...]
+    stages: Mapping[str, int]
+
+
+class Row(NamedTuple):
+    """Bytes of a rank of a place in a phase."""
+
+    phase: str
+    place: Place
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    kv_cache: int
+    refit: int
+
+    @property
+    def total(self) -> int:
+        return sum(self[2:])
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The memory of a training job. Raises ConfigError or InputError, one line, if it cannot run."""
+
+    config: Config
+    own_roles: tuple[RoleSpec, ...] = ()
+
+    @cached_property
+    def derived(self) -> Derived:
+        job = self.config.job
+        return check(self.config, job.nodes * job.ntasks_per_node, own_roles=self.own_roles)
+
+    @cached_property
+    def specs(self) -> dict[str, RoleSpec]:
+        """Roles for which megatron builds a model."""
+        known = {spec.name: spec for spec in with_own(PLACED, self.own_roles)}
+        return {role: known[role] for role in self.derived.roles if known[role].head is not None}
+
+    @cached_property
+    def refit(self) -> Question:
+        return question(self.config)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.config.job.gpus_per_node > 0
+
+    @property
+    def capacity(self) -> int | None:
+        """Bytes of a rank's GPU; None without a GPU."""
+        return int(self.config.job.gpu_memory_gib * GIB) if self.on_gpu else None
+
+    @cached_property
+    def models(self) -> dict[str, RoleModel]:
+        config = self.config
+        shape, models = job_shape(config), {}
+        if shape.vision is not None:
+            check_vision(config, shape.vision)
+        for role, spec in self.specs.items():
+            architecture = spec.architecture(config)
+            own = shape if architecture is config.model else model_shape(architecture, shape.vocab_size)
+            check_longest(own, config, "model" if own is shape else spec.path)
+            layout = role_layout(own, role, **self.derived.roles[role].grid)
+            if own.mla and layout.cp > 1:
+                raise InputError(
+                    f"placement.{role}.cp={layout.cp} with latent attention is not counted yet; plan with cp=1"
+                )
+            itemsize = ITEMSIZE[architecture.dtype]
+            exact = config.rollout.exact and spec.path in (ACTOR.name, REF.name)
+            lora = Lora.from_config(config.model) if spec.path == ACTOR.name else None
+            if lora is not None:
+                check_adapters(own, layout, lora)
+            optim = spec.config_of(config).optim if spec.trains else None
+            models[role] = RoleModel(own, layout, spec.head or "lm", itemsize, optim, not exact, lora)
+        check_towers(shape, {self.specs[role].path: model.shape for role, model in models.items()})
+        return models
+
+    @property
+    def vision(self) -> Vision | None:
+        """The policy's tower."""
+        return self.models["actor"].shape.vision
+
+    @cached_property
+    def judge(self) -> JudgeEngine | None:
+        """The judge's engine, if the job has a judge."""
+        placed = self.derived.roles.get(JUDGE.name)
+        if placed is None:
+            return None
+        architecture = JUDGE.architecture(self.config)
+        shape = model_shape(architecture, job_shape(self.config).vocab_size)
+        layout = role_layout(shape, JUDGE.name, **placed.grid)
+        return JudgeEngine(self.config.reward.judge, shape, layout, ITEMSIZE[architecture.dtype])
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        rollout = role_layout(self.refit.resharding.shape, "rollout", **self.derived.roles["rollout"].grid)
+        judge = {JUDGE.name: self.judge.layout} if self.judge is not None else {}
+        return {**{role: model.layout for role, model in self.models.items()}, "rollout": rollout, **judge}
+
+    @cached_property
+    def places(self) -> list[Place]:
+        ranks: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in range(self.derived.world_size):
+            stages = tuple((role, layout.coord(rank).pp) for role, layout in self.layouts.items() if rank in layout)
+            if stages:
+                ranks.setdefault(stages, []).append(rank)
+        return [Place(tuple(members), dict(stages)) for stages, members in ranks.items()]
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """Phases in the order of a step."""
+        config, derived = self.config, self.derived
+        step, actor = derived.samples_per_step, config.actor
+
+        def phase(name: str, role: str, kind: Kind, samples: int, entropy: bool = False) -> Phase:
+            return Phase(name, role, kind, self._work(role, self.specs[role].token_budget(config), samples, entropy))
+
+        entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or derived.old_log_prob_in_update
+        in_update = derived.old_log_prob_in_update and not (derived.needs_critic and config.trainer.critic_warmup > 0)
+        built_in = {spec.name for spec in PLACED}
+        own = [spec for role, spec in self.specs.items() if role not in built_in]
+        phases = [Phase("rollout", "rollout", "generate")]
+        if self.judge is not None:
+            phases.append(Phase("judge", "judge", "generate"))
+        if not config.algorithm.rollout_correction.bypass_mode and not in_update:
+            phases.append(phase("old_log_prob", "actor", "forward", step))
+        if derived.needs_ref:
+            phases.append(phase("ref", "actor" if derived.ref_in_actor else "ref", "forward", step))
+        frozen = {"teacher": config.distillation.enabled, "reward": config.reward.reward_model.enable}
+        phases += [phase(role, role, "forward", step) for role, is_needed in frozen.items() if is_needed]
+        phases += [phase(spec.name, spec.name, "forward", step) for spec in own]
+        if derived.needs_critic:
+            phases.append(phase("values", "critic", "forward", step))
+        mini_batch = derived.actor_mini_batch_samples
+        phases += [phase(f"update_{spec.name}", spec.name, "train", mini_batch) for spec in own if spec.trains]
+        if derived.needs_critic:
+            critic_mini_batch = derived.critic_mini_batch_size * config.rollout.n
+            phases.append(phase("update_critic", "critic", "train", critic_mini_batch))
+        phases += [phase("update_actor", "actor", "train", mini_batch, entropy), Phase("refit", "rollout", "refit")]
+        saved = [role for role, model in self.models.items() if model.optim is not None]
+        return phases + [Phase(f"save_{role}", role, "save") for role in saved]
+
+    def rows(self) -> list[Row]:
+        """Rows of every phase and the places that take part in it."""
+        return [
+            self._row(phase, place)
+            for phase in self.phases
+            for place in self.places
+            if not place.stages.keys().isdisjoint({"actor", "rollout"} if phase.kind == "refit" else {phase.role})
+        ]
+
+    def on_device(self, phase: Phase, place: Place) -> list[State]:
+        """State on the device in a phase, of each of the place's roles."""
+        found = []
+        for role in self._roles(place):
+            needed: tuple[Part, ...] = ()
+            if role == phase.role or (role == "actor" and phase.kind == "refit"):
+                needed = NEEDED[phase.kind]
+            away = [part for part in offloaded(self.config, self.specs[role]) if part not in needed]
+            found.append(self.states[role, place.stages[role]].without(away))
+        return found
+
+    def on_host(self, place: Place) -> int:
+        """Bytes of a rank's host memory that hold offloaded state."""
+        judged = State(self.judge.weights) if self.judge is not None and JUDGE.name in place.stages else State()
+        return judged.on_host(offloaded(self.config, JUDGE)) + sum(
+            self.states[role, place.stages[role]].on_host(offloaded(self.config, self.specs[role]))
+            for role in self._roles(place)
+        )
+
+    def on_hosts(self) -> dict[int, int]:
+        """Bytes of `on_host` by node."""
+        found: Counter[int] = Counter()
+        for place in self.places:
+            nbytes = self.on_host(place)
+            for rank in place.ranks:
+                found[rank // self.config.job.ntasks_per_node] += nbytes
+        return found
+
+    def _roles(self, place: Place) -> list[str]:
+        return [role for role in self.models if role in place.stages]
+
+    @cached_property
+    def states(self) -> dict[tuple[str, int], State]:
+        """(role, stage) -> the state of a rank with the largest one."""
+        return {(role, n): model.state(n) for role, model in self.models.items() for n in range(model.layout.pp)}
+
+    def _work(self, role: str, max_tokens: int, samples: int, entropy: bool) -> Pass:
+        """Micro-batches that are as full as possible, of prompts and responses of the largest length."""
+        data, model, longest = self.config.data, self.models[role], self.derived.max_sequence_length
+        layout = model.layout
+        of_replica = math.ceil(samples / layout.dp)
+        sequences = max_tokens // longest
+        multiple = layout.token_multiple(ROW_MULTIPLE)
+        count = layout.scheduled(math.ceil(of_replica / sequences))
+        if layout.vpp > 1:  # with more micro-batches than it takes, each is less full
+            sequences = math.ceil(of_replica / count)
+            max_tokens = min(max_tokens, sequences * longest)
+        rows = sequences if model.head == "reward" else math.ceil(max_tokens * data.max_response_length / longest)
+        chunk = None if self.config.rollout.exact else self.config.trainer.head_chunk_tokens
+        return Pass(
+            model,
+            -(-max_tokens // multiple) * multiple // layout.cp,
+            math.ceil(rows / layout.cp),
+            count,
+            self.on_gpu,
+            entropy,
+            chunk,
+            self.config.model.recompute,
+            longest,
+            self.config.model.moe if model.optim is not None else None,
+            role == "actor" and self.config.actor.router_replay.mode != "disabled",
+            self._pictures(model, max_tokens, sequences),
+        )
+
+    def _pictures(self, model: RoleModel, max_tokens: int, sequences: int) -> PicturePass | None:
+        """Pictures that fill the prompts of a micro-batch of at most so many sequences. While the tower is trained,
+        each role encodes them, and their patches count in the size of a micro-batch."""
+        data, vision, layout = self.config.data, model.shape.vision, model.layout
+        if vision is None or self.vision is None:
+            return None
+        num_ranks, patches = layout.tp * layout.cp, 0
+        if self.vision.train != "none":
+            of_prompt = data.max_prompt_length * vision.merge_size**2
+            of_picture = min(of_prompt, (data.max_pixels or math.inf) // vision.patch_size**2)
+            cost = self.derived.max_sequence_length + int(model.shape.tokens_per_patch * of_prompt)
+            sequences = min(sequences, max(1, max_tokens // cost))
+            patches = int(math.ceil(sequences * of_prompt / of_picture / num_ranks) * of_picture)
+        num_parts = layout.tp if model.sequence_parallel else 1
+        return PicturePass(vision, model.itemsize, sequences * data.max_prompt_length, patches, num_ranks, num_parts)
+
+    def pictures_on_host(self, place: Place) -> int:
+        """Bytes of a rank's host memory for pictures at most: features that are kept, and the columns of a step on a
+        leader of the rollout and of the role with most of them."""
+        vision, data, derived = self.vision, self.config.data, self.derived
+        if vision is None:
+            return 0
+        frozen, engines = vision.train == "none", "rollout" in place.stages
+        width = vision.feature_width if frozen else vision.merge_size**2 * vision.patch_width
+        shares = [math.ceil(data.train_batch_size / self.layouts[role].dp) for role in self._roles(place)]
+        prompts = max(shares, default=0) + (math.ceil(data.train_batch_size / derived.roles["rollout"].dp) * engines)
+        cache = int(self.config.model.vision.cache_gib * GIB) if frozen and engines else 0
+        return cache + prompts * data.max_prompt_length * width * FP32
+
+    def _row(self, phase: Phase, place: Place) -> Row:
+        states = self.on_device(phase, place)
+        parameters, gradients, optimizer = (sum(state[column] for state in states) for column in range(3))
+        kv_cache = activations = logits = 0
+        buffers, own, whole = self._engine[place.ranks]
+        if phase.kind == "refit":
+            buffers += self.models["actor"].merged(place.stages["actor"]) if "actor" in place.stages else 0
+        elif self.on_gpu:
+            buffers = 0  # in host memory they stay
+        if "rollout" in place.stages:
+            parameters += own
+            generates = phase.name == "rollout" or self.config.async_training.mode != "sync"
+            if generates or not self.config.rollout.free_cache_engine:
+                idle = self.on_device(self.phases[0], place)  # the engine is built while others do nothing
+                kv_cache = self._kv_cache(sum(state.total for state in idle), own)
+            if generates:
+                activations, logits = self._generation()
+            if phase.kind == "refit":
+                parameters += whole - own
+        if self.judge is not None and JUDGE.name in place.stages:
+            judges = phase.role == JUDGE.name
+            parameters += self.judge.weights if judges or not offloaded(self.config, JUDGE) else 0
+            if judges:
+                kv_cache += self._judge_cache(place)
+                activations, logits = self.judge.work()
+        gathered = [p.work.gathered() for p in self.phases if p.work and p.role in place.stages]
+        if phase.work is not None and phase.role in place.stages:
+            stage, work = place.stages[phase.role], phase.work
+            activations, logits = work.training(stage) if phase.kind == "train" else work.forward(stage)
+            activations -= work.gathered()
+        activations += max(gathered, default=0)
+        return Row(phase.name, place, parameters, gradients, optimizer, activations, logits, kv_cache, buffers)
+
+    @cached_property
+    def _engine(self) -> dict[tuple[int, ...], tuple[int, int, int]]:
+        """By place: buffers of a refit, the engine's own weights, and its weights before the first refit."""
+        asked = self.refit
+        traffic, bucket = _traffic(asked.resharding), self.config.rollout.checkpoint_engine
+        limit = bucket.update_weights_bucket_megabytes * 2**20
+        found = {}
+        for place in self.places:
+            buffers = own = whole = 0
+            for rank in place.ranks:
+                if rank in traffic:
+                    its = traffic[rank]
+                    shared = sum(each.nbytes for each in asked.resharding.shared(rank)) if asked.aliases else 0
+                    buffers = max(buffers, min(limit, its.sent + its.received))
+                    own = max(own, its.received + its.copied - shared)
+                    whole = max(whole, its.received + its.copied)
+            found[place.ranks] = buffers, own, whole
+        return found
+
+    def _kv_cache(self, taken: int, weights: int) -> int:
+        """Bytes of a rank's KV cache, besides `taken` bytes and the engine's `weights`; at least one sequence has to
+        fit."""
+        rollout, shape = self.config.rollout, self.refit.resharding.shape
+        itemsize = ITEMSIZE[rollout.dtype or self.config.model.dtype]
+        tp, longest = self.layouts["rollout"].tp, self.derived.max_sequence_length
+        if rollout.engine == "native":
+            free = None if self.capacity is None else max(0, self.capacity - taken)
+            return native_kv_cache(rollout, shape, tp, itemsize, longest, free)
+        least = blocks_for(longest) * BLOCK_SIZE * kv_bytes_per_token(shape, tp, itemsize)
+        most = rollout.max_num_seqs * least
+        if rollout.kv_cache_gib is not None:
+            return min(int(rollout.kv_cache_gib * GIB), most)
+        if self.capacity is None:
+            return most
+        free = max(0, self.capacity - taken - weights)
+        return max(least, min(most, int(free * rollout.gpu_memory_utilization)))
+
+    def _generation(self) -> tuple[int, int]:
+        rollout, shape, layout = self.config.rollout, self.refit.resharding.shape, self.layouts["rollout"]
+        itemsize = ITEMSIZE[rollout.dtype or self.config.model.dtype]
+        activations, logits = generation_work(rollout, shape, layout.tp, itemsize)
+        if shape.vision is not None:  # pictures are encoded first
+            prompts, data = math.ceil(self.config.data.train_batch_size / layout.dp), self.config.data
+            encoding = encoding_work(rollout, shape.vision, layout.tp, itemsize, prompts, data.max_prompt_length)
+            activations = max(activations, encoding)
+        return activations, logits
+
+    def _judge_cache(self, place: Place) -> int:
+        """Bytes of the judge's KV cache on a rank of the place; the engine is built after all other models."""
+        assert self.judge is not None
+        if self.capacity is None:
+            return self.judge.kv_cache(None)
+        taken = sum(state.total for state in self.on_device(self.phases[0], place))
+        if "rollout" in place.stages:
+            _, weights, _ = self._engine[place.ranks]
+            taken += weights + self._kv_cache(taken, weights)
+        return self.judge.kv_cache(max(0, self.capacity - taken))
+
+
+@lru_cache(maxsize=8)
+def _traffic(resharding: Resharding) -> dict[int, RankTraffic]:
+    """Kept because most changes that `cheapest_fix` tries leave the two layouts as they are."""
+    return resharding.traffic()
+
+
+def with_keys(section: S, changes: Mapping[str, object]) -> S:
+    """The config, or a section, with other values of dotted keys. Keys inside a section that is itself replaced change
+    the new one."""
+    update, inside = dict[str, Any](), defaultdict[str, dict[str, object]](dict)
+    for key, value in changes.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            inside[name][rest] = value
+        else:
+            update[name] = value
+    for name, its in inside.items():
+        update[name] = with_keys(update[name] if name in update else getattr(section, name), its)
+    return section.model_copy(update=update)
+
+
+def binary(nbytes: int) -> str:
+    """A size in MiB or GiB."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"

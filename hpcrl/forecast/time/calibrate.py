@@ -1,0 +1,180 @@
+"""A machine's efficiencies by phase, and their uncertainty, from measured steps. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import NamedTuple
+
+from hpcrl.forecast.memory.memory import TrainingPlan
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.modes import GENERATES
+from hpcrl.forecast.time.step import Prediction, predict
+from hpcrl.machine.machine_file import Machine
+
+ROUNDS = 8  # of Newton's method; phases that share cores change each other's time
+RIDGE = 0.02  # weight of a communication that is as the machine file says, in squares of logarithms, of one run
+SMALLEST = 0.02  # share of a step; a shorter phase is not fitted
+OFF = 1.25  # times the fitted prediction, or less than it, that is said
+ASSUMED = 0.5  # relative error of a phase that one run has
+SHARE = 0.1  # by which a share of a phase's time differs from that of other runs to be named as the cause
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Steps of a run that have the same lengths: seconds by the names of `timing_s/<phase>`, in the middle of them."""
+
+    run: str
+    job: TrainingPlan
+    lengths: Lengths
+    seconds: Mapping[str, float]
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Those that take a part of the step and are timed as they are predicted: of an asynchronous job, `gen`,
+        `reward` and `update_weights` have what the trainer waited for."""
+        step = self.seconds.get("step") or sum(self.seconds.values())
+        waits = {"reward", "update_weights", *GENERATES}
+        apart = {"step"} if self.job.config.async_training.mode == "sync" else {"step", *waits}
+        return {name: took for name, took in self.seconds.items() if name not in apart and took >= SMALLEST * step}
+
+
+class Fitted(NamedTuple):
+    """Of a phase: the ideal time as a share of the measured one, without communication, and of communication; the
+    relative standard error of a prediction (None: of one run it is not known), and the number of runs."""
+
+    efficiency: float
+    communication: float
+    spread: float | None
+    runs: int
+
+
+class Ratio(NamedTuple):
+    """Of a phase of a run: log(predicted / measured), and communication's share of the predicted time."""
+
+    value: float
+    communication: float
+
+
+class Miss(NamedTuple):
+    """A phase of a run that took `ratio` times what the fitted machine predicts."""
+
+    run: str
+    phase: str
+    ratio: float
+    cause: str
+
+
+def fit(measured: Sequence[Measured], machine: Machine) -> dict[str, Fitted]:
+    """By phase, the efficiencies with which the squares of log(predicted / measured) over the runs are least.
+
+    A run counts once, whatever number of steps it has. Runs with different shares of communication determine its
+    efficiency; without them it stays 1. The standard error of a new prediction from n runs is s sqrt(1 + 1 / n), with s
+    that of the n logarithms. Phases of a timeline are taken as they are predicted there, that is, with what they wait
+    for cores.
+    """
+    current = machine.model_copy(update={"efficiency": {}, "communication": {}, "spread": {}})
+    found: dict[str, Fitted] = {}
+    for _ in range(ROUNDS):
+        for phase, of_runs in log_ratios(predicted(measured, current)).items():
+            before, ratios = found.get(phase, Fitted(1.0, 1.0, None, 0)), list(of_runs.values())
+            slower, slower_communication = newton(ratios, -math.log(before.communication))
+            efficiency, communication = before.efficiency / slower, before.communication / slower_communication
+            found[phase] = Fitted(efficiency, communication, _spread(ratios), len(ratios))
+        current = fitted_machine(machine, found)
+    return found
+
+
+def newton(ratios: Sequence[Ratio], log_communication: float) -> tuple[float, float]:
+    """One step of the least squares: factors of the time without communication, and of communication, which is
+    e^log_communication times what the machine file says.
+
+    With r_i = log(predicted / measured) and x_i communication's share: the a and b that make sum (r_i + a (1 - x_i) +
+    b x_i)^2 + RIDGE (log_communication + b)^2 least; the factors are e^a and e^b.
+    """
+    own = sum((1 - it.communication) ** 2 for it in ratios)
+    both = sum((1 - it.communication) * it.communication for it in ratios)
+    other = sum(it.communication**2 for it in ratios) + RIDGE
+    right = -sum((1 - it.communication) * it.value for it in ratios)
+    right_other = -sum(it.communication * it.value for it in ratios) - RIDGE * log_communication
+    determinant = own * other - both**2
+    if determinant < 1e-9:
+        return 1.0, math.exp(right_other / other)
+    a = (right * other - both * right_other) / determinant
+    b = (own * right_other - both * right) / determinant
+    return math.exp(max(-2.0, min(2.0, a))), math.exp(max(-2.0, min(2.0, b)))
+
+
+def _spread(ratios: Sequence[Ratio]) -> float | None:
+    return stdev(it.value for it in ratios) * math.sqrt(1 + 1 / len(ratios)) if len(ratios) > 1 else None
+
+
+def fitted_machine(machine: Machine, found: Mapping[str, Fitted]) -> Machine:
+    """The machine with these efficiencies; of other phases it keeps its own."""
+    efficiency = {name: it.efficiency for name, it in found.items()}
+    communication = {name: it.communication for name, it in found.items() if it.communication != 1.0}
+    spread = {name: ASSUMED if it.spread is None else it.spread for name, it in found.items()}
+    return machine.model_copy(
+        update={
+            "efficiency": machine.efficiency | efficiency,
+            "communication": machine.communication | communication,
+            "spread": machine.spread | spread,
+            "measured": True,
+        }
+    )
+
+
+def predicted(measured: Iterable[Measured], machine: Machine) -> list[tuple[Measured, Prediction]]:
+    return [(it, predict(it.job, machine, it.lengths)) for it in measured]
+
+
+def log_ratios(pairs: Iterable[tuple[Measured, Prediction]]) -> dict[str, dict[str, Ratio]]:
+    """By phase and run, the mean over the run's steps."""
+    found: dict[str, dict[str, list[Ratio]]] = defaultdict(lambda: defaultdict(list))
+    for it, prediction in pairs:
+        for name, took in it.phases.items():
+            if prediction.phases.get(name):
+                parts = prediction.parts[name]  # what waits for cores is of both kinds
+                share = parts.get("communication", 0.0) / max(1e-9, 1 - parts.get("waiting", 0.0))
+                found[name][it.run].append(Ratio(math.log(prediction.phases[name] / took), min(1.0, share)))
+    return {
+        name: {run: Ratio(*map(fmean, zip(*values, strict=True))) for run, values in of_runs.items()}
+        for name, of_runs in found.items()
+    }
+
+
+def misses(measured: Sequence[Measured], machine: Machine) -> Iterator[Miss]:
+    """The phases that a fitted machine predicts badly, with the likely cause, worst first."""
+    pairs = predicted(measured, machine)
+    ratios = log_ratios(pairs)
+    parts: dict[str, dict[str, Mapping[str, float]]] = defaultdict(dict)
+    for it, prediction in pairs:
+        for name in it.phases:
+            if name in prediction.parts:
+                parts[name][it.run] = prediction.parts[name]
+    found = [
+        Miss(run, name, math.exp(-it.value), cause(it.value < 0, parts[name], run))
+        for name, of_runs in ratios.items()
+        for run, it in of_runs.items()
+        if abs(it.value) > math.log(OFF)
+    ]
+    yield from sorted(found, key=lambda it: -abs(math.log(it.ratio)))
+
+
+def cause(takes_longer: bool, parts: Mapping[str, Mapping[str, float]], run: str) -> str:
+    """The kind of time whose share differs most from that of the other runs: it is what the model counts too low, if
+    the phase takes longer and has more of it, or too high."""
+    own, others = parts[run], [shares for name, shares in parts.items() if name != run]
+    if not others:
+        return "there is no other run to compare it with"
+    kinds = sorted({kind for shares in parts.values() for kind in shares})
+    usual = {kind: median(shares.get(kind, 0.0) for shares in others) for kind in kinds}
+    kind = max(kinds, key=lambda kind: abs(own.get(kind, 0.0) - usual[kind]))
+    mine, typical = own.get(kind, 0.0), usual[kind]
+    if abs(mine - typical) < SHARE:
+        return "its parts are those of the other runs, so it is the run: other work on its nodes, or noise"
+    counted = "low" if (mine > typical) == takes_longer else "high"
+    return f"{kind} is {mine:.0%} of it, and {typical:.0%} in other runs: it is counted too {counted}"

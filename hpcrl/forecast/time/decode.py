@@ -1,0 +1,154 @@
+"""Seconds of generation: prefill, and decode steps over the sequences that still run."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from hpcrl.forecast.memory.state import FP32
+from hpcrl.forecast.time.collectives import group_of
+from hpcrl.forecast.time.cost import NOTHING, Cost
+from hpcrl.forecast.time.lengths import Lengths, spread
+from hpcrl.forecast.time.passes import Micro, PassModel
+
+SIMULATED = 1024  # sequences of an engine that are scheduled one by one; of more, each stands for several
+GROUPS = 12  # decode steps with about equally many running sequences are computed together
+SAMPLING = 6.0  # times that sampling reads or writes the logits in fp32
+
+
+class Steps(NamedTuple):
+    """`num_steps` decode steps with `running` sequences each, in the mean."""
+
+    num_steps: float
+    running: float
+
+
+class Work(NamedTuple):
+    """What one engine generates. prompts: prefilled, of `lengths.prompt` tokens. total: sequences of all engines."""
+
+    sequences: int
+    prompts: float
+    total: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A generation engine. most_tokens: of a prefill call."""
+
+    model: PassModel
+    most_tokens: int
+
+    def generate(self, work: Work, lengths: Lengths) -> Cost:
+        """Until the last sequence of the engine that has the longest one has ended."""
+        return generation_cost(self, work, lengths)
+
+    def steadily(self, work: Work, lengths: Lengths, running: float) -> Cost:
+        """The same without an end: new sequences take the places of those that end, as in an engine that never stops,
+        so that so many run at any time."""
+        steps = Steps(work.sequences * lengths.response / running, running)
+        return self.prefill(work.prompts, lengths) + self.decode([steps]) + self.cached(work.sequences, lengths)
+
+    def prefill(self, prompts: float, lengths: Lengths) -> Cost:
+        """In calls that are as full as possible."""
+        tokens = prompts * lengths.prompt
+        if tokens <= 0:
+            return NOTHING
+        calls = math.ceil(tokens / max(self.most_tokens, lengths.prompt))
+        pairs = prompts * lengths.prompt * (lengths.prompt + 1) / 2
+        micro = Micro(tokens / calls, pairs / calls, lengths.prompt, prompts / calls)
+        return self.model.forward(micro)[0] * calls
+
+    def decode(self, steps: Iterable[Steps]) -> Cost:
+        found = NOTHING
+        for num_steps, running in steps:
+            found = found + self.step(running) * num_steps
+        return found
+
+    def step(self, running: float) -> Cost:
+        """One token for each of the running sequences, without reads of the KV cache: all weights are read, and each
+        operator is launched; then logits are gathered and sampled from (Pope et al. 2022, arXiv:2211.05102, section
+        2)."""
+        model, shape = self.model, self.model.shape
+        logits = running * shape.padded_vocab_size * FP32
+        tp = group_of(model.layout, model.ranks_per_node, "tp")
+        sampling = model.units.moved(SAMPLING * logits, 0)
+        gathered = Cost(communication=model.network.all_gather(logits, tp))
+        return model.forward(Micro(running, 0.0, 1.0, running))[0] + sampling + gathered
+
+    def cached(self, sequences: float, lengths: Lengths) -> Cost:
+        """Attention over the KV cache, by the cached tokens that are read, each of which takes the larger of the time
+        of its bytes and that of its operations."""
+        shape, units, tp = self.model.shape, self.model.units, self.model.layout.tp
+        moving = kv_width(self.model) * units.itemsize / units.bandwidth
+        heads = shape.num_attention_heads / tp
+        width = heads * (shape.head_dim + shape.v_head_dim)
+        if shape.mla is not None:  # queries are mapped to the latent's width
+            width = heads * (2 * shape.mla.kv_lora_rank + shape.rope_dim)
+        computing = 2.0 * width / units.attended.flops
+        return Cost(attention=sequences * lengths.cached * shape.num_layers * max(moving, computing))
+
+
+def kv_width(model: PassModel) -> float:
+    """Numbers that a rank caches of a token and layer."""
+    shape = model.shape
+    if shape.mla is not None:
+        return shape.mla.kv_lora_rank + shape.rope_dim
+    return math.ceil(shape.num_query_groups / model.layout.tp) * 2 * shape.head_dim
+
+
+@lru_cache(maxsize=1024)
+def generation_cost(engine: Engine, work: Work, lengths: Lengths) -> Cost:
+    if work.sequences == 0:
+        return NOTHING
+    steps = schedule(lengths, work.sequences, work.slots, work.total)
+    return engine.prefill(work.prompts, lengths) + engine.decode(steps) + engine.cached(work.sequences, lengths)
+
+
+@lru_cache(maxsize=256)
+def schedule(lengths: Lengths, sequences: int, slots: int, total: int) -> tuple[Steps, ...]:
+    """Decode steps of an engine whose `slots` are taken by its sequences, first come, first served, until all have
+    ended (continuous batching: Yu et al. 2022, Orca, section 4). Its longest response is the longest of `total`."""
+    each = max(1.0, sequences / SIMULATED)
+    drawn = list(lengths.drawn(round(sequences / each)))
+    order = [drawn[place] for place in spread(len(drawn))]
+    longest = order.index(drawn[-1])
+    order[longest] = max(drawn[-1], round(lengths.longest(total)))
+    return grouped(occupied(order, max(1, round(slots / each))), each)
+
+
+def occupied(responses: Iterable[int], slots: int) -> list[Steps]:
+    """Steps with equally many running sequences, in their order in time."""
+    waiting = list(responses)[::-1]
+    ends: list[int] = []
+    found, now = [], 0
+    while waiting or ends:
+        while waiting and len(ends) < slots:
+            heapq.heappush(ends, now + waiting.pop())
+        first = ends[0]
+        found.append(Steps(first - now, len(ends)))
+        now = first
+        while ends and ends[0] == now:
+            heapq.heappop(ends)
+    return found
+
+
+def grouped(steps: Iterable[Steps], each: float = 1.0) -> tuple[Steps, ...]:
+    """At most GROUPS groups of steps whose running sequences are about as many; their total is unchanged."""
+    ordered = sorted(steps, key=lambda it: it.running)
+    if not ordered:
+        return ()
+    ratio = max(ordered[-1].running / ordered[0].running, 1.0)
+    found: dict[int, tuple[float, float]] = {}
+    distinct = {it.running: place for place, it in enumerate(ordered)}
+    for it in ordered:
+        place = distinct[it.running]
+        if len(distinct) > GROUPS:
+            place = min(GROUPS - 1, int(GROUPS * math.log(it.running / ordered[0].running) / math.log(ratio)))
+        count, tokens = found.get(place, (0.0, 0.0))
+        found[place] = count + it.num_steps, tokens + it.num_steps * it.running
+    return tuple(Steps(count, each * tokens / count) for count, tokens in found.values())

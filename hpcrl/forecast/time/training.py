@@ -1,0 +1,219 @@
+"""Seconds of phases that run a role's model over the samples of a step: forward passes, and updates."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from hpcrl.batch.packing import micro_batches
+from hpcrl.config.schema import OptimConfig
+from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
+from hpcrl.forecast.time.collectives import Group, group_of
+from hpcrl.forecast.time.cost import NOTHING, Cost
+from hpcrl.forecast.time.layers import Numbers, numbers_of, stages_of
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.passes import Micro, PassModel, evenness, pipelined
+from hpcrl.model.sizes import ROW_MULTIPLE
+
+PACKED = 256  # sequences that are packed one by one; more are taken to need micro-batches in proportion
+OPTIMIZER_OPERATORS = 100  # gradients' norm and Adam, counted as in `hpcrl.forecast.time.operators`
+
+
+class Packing(NamedTuple):
+    """A replica's micro-batches, and the sequences of one in the mean."""
+
+    num_micro_batches: int
+    sequences: float
+
+
+@lru_cache(maxsize=1024)
+def packing(lengths: Lengths, sequences: int, most_tokens: int) -> Packing:
+    """How many micro-batches `hpcrl.batch.packing` makes of so many sequences."""
+    few = min(sequences, PACKED)
+    drawn = np.array([min(length, most_tokens) for length in lengths.sequences(few)])
+    count = len(micro_batches(drawn, most_tokens))
+    if sequences > few:
+        each = few / count
+        if len(set(drawn.tolist())) == 1:
+            each = most_tokens // int(drawn[0])
+        count = math.ceil(sequences / each)
+    return Packing(count, sequences / count)
+
+
+class Passes(NamedTuple):
+    """`samples` sequences over all replicas. with_outputs: whether the head is applied to all of a response's tokens,
+    or to a sequence's last one."""
+
+    samples: int
+    most_tokens: int
+    balanced: bool
+    all_outputs: bool = True
+
+
+def micro_batch(model: PassModel, passes: Passes, lengths: Lengths) -> tuple[Micro, int]:
+    """The mean micro-batch, and how many of them a replica has: as many as the one with most needs, of its share of the
+    samples."""
+    layout = model.layout
+    of_replica = math.ceil(passes.samples / layout.dp)
+    packed = packing(lengths, of_replica, passes.most_tokens)
+    count = layout.scheduled(packed.num_micro_batches)
+    sequences = of_replica / count
+    multiple = layout.token_multiple(ROW_MULTIPLE)
+    tokens = math.ceil(sequences * lengths.mean / multiple) * multiple / layout.cp
+    outputs = sequences * (lengths.response if passes.all_outputs else 1.0) / layout.cp
+    return Micro(tokens, sequences * lengths.pairs / layout.cp, lengths.mean, outputs), count
+
+
+def imbalance(passes: Passes, lengths: Lengths, dp: int) -> float:
+    """Tokens of the replica with most, as a multiple of the mean. Balanced ones differ by less than a sequence, and
+    none has less than the longest one; otherwise the largest of dp sums of random lengths, about sqrt(2 ln dp) standard
+    deviations above their mean (David and Nagaraja 2003, 10.5)."""
+    if dp == 1:
+        return 1.0
+    of_replica = max(1.0, passes.samples / dp)
+    mean = of_replica * lengths.mean
+    if passes.balanced:
+        return max(1.0, (lengths.prompt + lengths.longest(passes.samples)) / mean)
+    variance = 2 * lengths.pairs - lengths.mean - lengths.mean**2
+    return 1.0 + math.sqrt(2 * math.log(dp) * max(0.0, variance) * of_replica) / mean
+
+
+@lru_cache(maxsize=4096)
+def forward_cost(model: PassModel, passes: Passes, lengths: Lengths) -> Cost:
+    """A pass without gradients over all samples."""
+    micro, count = micro_batch(model, passes, lengths)
+    found = pipelined(model.forward(micro), count, model.layout.vpp, model.send(micro))
+    return found + _waiting(found, passes, lengths, model.layout.dp)
+
+
+def stage_evenness(model: PassModel, passes: Passes, lengths: Lengths, *, trains: bool) -> float:
+    """Of a pass, see `evenness`."""
+    if len(model.stages) == 1:
+        return 1.0
+    micro, _ = micro_batch(model, passes, lengths)
+    return evenness(model.training(micro) if trains else model.forward(micro))
+
+
+def _waiting(found: Cost, passes: Passes, lengths: Lengths, dp: int) -> Cost:
+    return Cost(waiting=found.seconds * (imbalance(passes, lengths, dp) - 1.0))
+
+
+class Optimizer(NamedTuple):
+    """state: bytes of a trained weight, besides the weight itself; is_divided: over replicas, as Adam's is."""
+
+    state: int
+    is_divided: bool
+    clips: bool
+
+    @classmethod
+    def of(cls, optim: OptimConfig, itemsize: int) -> Optimizer:
+        copy, is_adam = FP32 * (itemsize < FP32), optim.optimizer == "adam"
+        moments = ITEMSIZE[optim.exp_avg_dtype] + ITEMSIZE[optim.exp_avg_sq_dtype]
+        return cls(copy + (moments if is_adam else FP32 * (optim.momentum > 0)), is_adam, optim.clip_grad > 0)
+
+    def nbytes(self, numbers: Numbers, dense: int = 1, experts: int = 1) -> float:
+        """Of a rank; dense, experts: replicas of dense weights and of experts."""
+        return self.state * self.own(numbers, dense, experts)
+
+    def own(self, numbers: Numbers, dense: int, experts: int) -> float:
+        """Weights that a rank updates."""
+        if not self.is_divided:
+            return float(numbers.trained)
+        return numbers.trained_dense / dense + numbers.trained_experts / experts
+
+
+def least_states(model: RoleModel) -> list[State]:
+    """Bytes of each stage, with an even share of the optimizer. Cheaper than
+    `hpcrl.forecast.time.candidates.states_of`."""
+    shape, layout, optim, found = model.shape, model.layout, model.optim, []
+    sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
+    for stage in stages_of(shape.num_layers, shape.moe_layers, layout.pp, layout.vpp):
+        numbers = numbers_of(shape, stage, *sizes)
+        if optim is None:
+            found.append(State(numbers.all * model.itemsize))
+            continue
+        held = Optimizer.of(optim, model.itemsize).nbytes(numbers, layout.dp * layout.cp, layout.edp)
+        found.append(State(numbers.all * model.itemsize, numbers.trained * FP32, int(held)))
+    return found
+
+
+class Update(NamedTuple):
+    """How a role is trained. num_updates: optimizer steps of a step. reduces, gathers: whether gradients are reduced,
+    and weights gathered, during the passes of a micro-batch."""
+
+    optimizer: Optimizer
+    num_updates: int
+    reduces: bool
+    gathers: bool
+
+
+@lru_cache(maxsize=4096)
+def update_cost(model: PassModel, passes: Passes, update: Update, lengths: Lengths) -> Cost:
+    """All optimizer steps of a step, each over `passes.samples`."""
+    micro, count = micro_batch(model, passes, lengths)
+    stages = model.training(micro)
+    found = pipelined(stages, count, model.layout.vpp, model.send(micro), sends=2)
+    found = found + _waiting(found, passes, lengths, model.layout.dp)
+    slowest = max(stages, key=lambda stage: stage.seconds).seconds
+    backward = slowest * model.backward_share()
+    found = found + _replicas(model, update, backward, slowest - backward)
+    return (found + _optimizer(model, update)) * update.num_updates
+
+
+def _groups(model: PassModel) -> tuple[Group, Group]:
+    """Replicas of dense weights, and of experts."""
+    layout, each = model.layout, model.ranks_per_node
+    return group_of(layout, each, "dp", "cp"), group_of(layout, each, "edp")
+
+
+def _replicas(model: PassModel, update: Update, backward: float, forward: float) -> Cost:
+    """Gradients in fp32 are reduced, and with Adam, whose state is divided over replicas, updated weights are gathered
+    (Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5). Where it overlaps with a micro-batch's passes, only
+    what takes longer counts; what is reduced last cannot overlap: a stage's share of one layer."""
+    dense, experts = _groups(model)
+    network, itemsize = model.network, model.units.itemsize
+    reduced = gathered = 0.0
+    for numbers in {*model.numbers}:
+        pair = ((numbers.trained_dense, dense), (numbers.trained_experts, experts))
+        collective = network.all_gather if update.optimizer.is_divided else network.all_reduce
+        reduced = max(reduced, sum(collective(FP32 * count, group) for count, group in pair if count))
+        if update.optimizer.is_divided:
+            gathered = max(gathered, sum(network.all_gather(itemsize * count, group) for count, group in pair if count))
+    layers = max(stage.dense + stage.moe for stage in model.stages)
+    exposed = max(reduced / layers, reduced - backward) if update.reduces else reduced
+    exposed += max(gathered / layers, gathered - forward) if update.gathers else gathered
+    return Cost(communication=exposed)
+
+
+def _optimizer(model: PassModel, update: Update) -> Cost:
+    """Adam reads and writes the weights in fp32 and two moments, reads gradients, and writes weights, of a rank's
+    share; before it the gradients' norm is computed, and after it all gradients are set to zero. SGD has no shares."""
+    dense, experts = _groups(model)
+    optimizer, itemsize = update.optimizer, model.units.itemsize
+    whole = itemsize == FP32  # the weights themselves are what is updated
+    each = FP32 + 2 * (optimizer.state + FP32 * whole) + itemsize * (not whole) + FP32 * optimizer.clips
+    sizes = ((optimizer.own(it, dense.size, experts.size), it.trained) for it in model.numbers)
+    most = max(own * each + trained * FP32 for own, trained in sizes)
+    norm = Cost(
+        communication=model.network.all_reduce(
+            FP32, group_of(model.layout, model.ranks_per_node, "tp", "cp", "dp", "pp")
+        )
+    )
+    return model.units.moved(most, OPTIMIZER_OPERATORS) + norm
+
+
+def copied_cost(model: PassModel, parts: tuple[str, ...], optimizer: Optimizer | None, host_copy: float) -> Cost:
+    """Offloaded parts are copied to the device before a call, and back after it."""
+    if not parts:
+        return NOTHING
+    dense, experts = _groups(model)
+    nbytes = 0.0
+    for numbers in model.numbers:
+        found = float(numbers.all * model.units.itemsize * ("parameters" in parts))
+        if "optimizer" in parts and optimizer is not None:
+            found += optimizer.nbytes(numbers, dense.size, experts.size)
+        nbytes = max(nbytes, found)
+    return Cost(copies=2.0 * nbytes / host_copy)
