@@ -383,7 +383,7 @@ def measure(world: World, case: Case, profile: cProfile.Profile | None = None) -
     }
 
     def program(controller: Controller) -> list[dict[str, float]]:
-        from hpcrl.run.rollouts import make_rollout_source
+        from hpcrl.run.rollouts.choice import make_rollout_source
 
         assert job is not None
         run = BenchRun(controller, job, case.steps + 1)
@@ -473,7 +473,7 @@ class Planned:
 
 def plan_step(config: Config, derived: Derived, samples: int) -> Planned:
     """Plan a step without ranks. Lengths are uniform at random."""
-    from hpcrl.run.rollouts import assign_to_replicas
+    from hpcrl.run.rollouts.choice import assign_to_replicas
 
     n, data = config.rollout.n, config.data
     generator, num_prompts = np.random.default_rng(0), samples // n

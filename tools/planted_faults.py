@@ -234,7 +234,7 @@ FAULTS = [
     Fault(
         "stale-samples",
         "no sample that is staler than the bound is trained",
-        "rollout_source/streaming.py",
+        "run/rollouts/streaming.py",
         "later = max(0, version + 1 + threshold - step) * size",
         "later = max(0, version + 2 + threshold - step) * size",
         0,
@@ -243,7 +243,7 @@ FAULTS = [
     Fault(
         "trained-twice",
         "no prompt is trained twice",
-        "rollout_source/streaming.py",
+        "run/rollouts/streaming.py",
         "self.pool.surplus = ready[~taken] if not taken.all() else None",
         "self.pool.surplus = ready if not taken.all() else None",
         0,
@@ -252,7 +252,7 @@ FAULTS = [
     Fault(
         "lost-over-resume",
         "no prompt is lost over a resume",
-        "rollout_source/streaming.py",
+        "run/rollouts/streaming.py",
         "under_way = [self.prompts[number] for number in sorted(self.prompts)]",
         "under_way = [self.prompts[number] for number in sorted(self.prompts)[1:]]",
         4,
@@ -261,7 +261,7 @@ FAULTS = [
     Fault(
         "lost-over-kill",
         "no prompt is lost or trained twice over a kill",
-        "rollout_source/durable_rollouts.py",
+        "run/rollouts/durable_rollouts.py",
         "return checkpoint < step <= checkpoint + 1 + self.num_ahead",
         "return checkpoint + 1 < step <= checkpoint + 1 + self.num_ahead",
         0,
@@ -391,7 +391,7 @@ FAULTS = [
     Fault(
         "surplus",
         "a resumed run with dynamic sampling is the uninterrupted one, surplus included",
-        "rollout_source/source.py",
+        "run/rollouts/source.py",
         'if state["surplus"]:',
         'if not state["surplus"]:',
         2,

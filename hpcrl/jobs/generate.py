@@ -22,9 +22,9 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.observe.record.progress import PhaseTimers, Progress, duration
 from hpcrl.observe.record.writer import json_line
-from hpcrl.rollout_source.scoring import failed_scores, score
-from hpcrl.rollout_source.source import sampling_params
 from hpcrl.run.inference import GenerationFile, Key, SamplingJob, check_inference
+from hpcrl.run.rollouts.scoring import failed_scores, score
+from hpcrl.run.rollouts.source import sampling_params
 from hpcrl.run.start import flatten
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.jobs.train import Train
 from hpcrl.run.pairs import check_loss
-from hpcrl.run.rollouts import assign_to_replicas
+from hpcrl.run.rollouts.choice import assign_to_replicas
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run

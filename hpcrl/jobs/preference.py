@@ -20,9 +20,9 @@ from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.answers import AnswerDataset, LabelledDataset
 from hpcrl.data.supervision import Supervised
-from hpcrl.rollout_source.durable_rollouts import origin_of
 from hpcrl.run.pairs import PairsConfig, PairsJob, check_loss
 from hpcrl.run.ref_logps import FILE, RefLogps, key_of
+from hpcrl.run.rollouts.durable_rollouts import origin_of
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

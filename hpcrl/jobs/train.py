@@ -29,11 +29,11 @@ from hpcrl.config.roles import (
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import make_sampler
 from hpcrl.model.sizes import peak_of
-from hpcrl.rollout_source.source import idle_metrics
 from hpcrl.run.job import TrainingJob
 from hpcrl.run.job_config import in_section
 from hpcrl.run.performance import mfu_metrics
-from hpcrl.run.rollouts import assign_to_replicas, make_rollout_source
+from hpcrl.run.rollouts.choice import assign_to_replicas, make_rollout_source
+from hpcrl.run.rollouts.source import idle_metrics
 from hpcrl.run.validation import Validator
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory

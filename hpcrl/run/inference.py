@@ -21,8 +21,8 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.engine.checkpoint.store import TRAINER_FILE, is_hugging_face
 from hpcrl.observe.record.progress import PhaseTimers
-from hpcrl.rollout_source.source import WeightSync
 from hpcrl.run.job import Job
+from hpcrl.run.rollouts.source import WeightSync
 from hpcrl.run.start import Start, find_start
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, InputError

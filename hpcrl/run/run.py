@@ -23,11 +23,11 @@ from hpcrl.observe.record.trackers import Status, Trackers
 from hpcrl.observe.record.writer import METRICS_FILE, MetricsWriter, without_nan
 from hpcrl.observe.trace.rank_trace import discard_other_ranks
 from hpcrl.observe.trace.records import FOLDER as TRACE_FOLDER
-from hpcrl.rollout_source.durable_rollouts import DurableRollouts, bring_back, origin_of
-from hpcrl.rollout_source.source import RolloutSource, write_samples
 from hpcrl.run import disk
 from hpcrl.run.calls import Call, PendingBatch, Role
 from hpcrl.run.performance import PROFILE_FOLDER, ProfiledSteps, Stragglers
+from hpcrl.run.rollouts.durable_rollouts import DurableRollouts, bring_back, origin_of
+from hpcrl.run.rollouts.source import RolloutSource, write_samples
 from hpcrl.run.saver import Saver, export, export_adapter
 from hpcrl.run.start import Start, flatten, set_aside, warn_of_changes
 from hpcrl.run.time_budget import StopRequested, TimeBudget

@@ -25,7 +25,7 @@ from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.observe.record.writer import generations_table, write_generations
 from hpcrl.rewards.manager import has_acc
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.rollout_source.scoring import failed_scores, score
+from hpcrl.run.rollouts.scoring import failed_scores, score
 from hpcrl.runtime import run_owner
 
 if TYPE_CHECKING:

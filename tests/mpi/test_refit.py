@@ -21,7 +21,7 @@ from hpcrl.engine.refit.verification import ChecksumMismatch
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
-from hpcrl.rollout_source.source import refit_metrics
+from hpcrl.run.rollouts.source import refit_metrics
 from hpcrl.runtime import exits
 from hpcrl.runtime.groups import RoleGroups
 from hpcrl.runtime.layout import Layout

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hpcrl.observe.record.archive import generation_log, generation_logs, read_records, read_step, step_path
-from hpcrl.rollout_source.durable_rollouts import DurableRollouts, bring_back
+from hpcrl.run.rollouts.durable_rollouts import DurableRollouts, bring_back
 from hpcrl.run.start import set_aside
 from hpcrl.workers.response_journal import ARRAYS
 from tests.preloaded import RANK

@@ -10,7 +10,7 @@ import pytest
 from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
-from hpcrl.rollout_source.scoring import DroppedPrompts, FirstSamples
+from hpcrl.run.rollouts.scoring import DroppedPrompts, FirstSamples
 from hpcrl.runtime.exits import InputError
 
 CONFIG = Config.model_validate(

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from hpcrl.rollout_source.source import Counts, idle_metrics, staleness_metrics
+from hpcrl.run.rollouts.source import Counts, idle_metrics, staleness_metrics
 
 SAMPLES = {"weight_version_min": np.array([3, 5, 4, 5]), "weight_version_max": np.array([5, 5, 5, 5])}
 

@@ -20,8 +20,8 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.data.sampler import OrderedSampler
 from hpcrl.observe.record.progress import PhaseTimers
-from hpcrl.rollout_source.source import RolloutContext, WeightSync
-from hpcrl.rollout_source.streaming import Streaming
+from hpcrl.run.rollouts.source import RolloutContext, WeightSync
+from hpcrl.run.rollouts.streaming import Streaming
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 from hpcrl.workers.response_stream import Finished

@@ -14,8 +14,8 @@ from hpcrl.config.schema import Config
 from hpcrl.data.sampler import OrderedSampler
 from hpcrl.observe.record.archive import RolloutLog, finish_step, log_path
 from hpcrl.observe.record.progress import PhaseTimers
-from hpcrl.rollout_source.scoring import differing, metric_values, numbered
-from hpcrl.rollout_source.source import RECORDED, RolloutContext, SamplePool
+from hpcrl.run.rollouts.scoring import differing, metric_values, numbered
+from hpcrl.run.rollouts.source import RECORDED, RolloutContext, SamplePool
 from hpcrl.runtime.exits import InputError
 
 

@@ -21,7 +21,7 @@ from hpcrl.jobs.train import Train
 from hpcrl.model.hf.families import shape_from_hf
 from hpcrl.model.shape import ModelShape
 from hpcrl.run.pairs import PairsJob
-from hpcrl.run.rollouts import assign_to_replicas
+from hpcrl.run.rollouts.choice import assign_to_replicas
 from hpcrl.workers.prompt_pictures import PromptPictures
 from tests.model.vision_models import SAMPLES, WIDE, make_vision_batch, make_vision_model
 

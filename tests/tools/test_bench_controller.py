@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.controller.controller import replica_column
-from hpcrl.run.rollouts import assign_to_replicas
+from hpcrl.run.rollouts.choice import assign_to_replicas
 
 TOOLS = Path(__file__).parents[2] / "tools"
 RANKS, SAMPLES, TOKENS = 8, 256, (64, 1024, 1984)

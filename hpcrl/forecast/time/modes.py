@@ -83,7 +83,7 @@ def _synchronous(timed: Sequence[Timed]) -> list[Task]:
 
 def _one_step_off(timed: Sequence[Timed], steps: int) -> list[Task]:
     """Step k waits for its samples, updates the engine's weights, has the next samples begun, and trains: see
-    `hpcrl.rollout_source.stepwise.OneStepOff`."""
+    `hpcrl.run.rollouts.stepwise.OneStepOff`."""
     rest = groups_of(timed)[3]
     tasks = _sampled(timed, "/1", ())
     trained: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ def _one_step_off(timed: Sequence[Timed], steps: int) -> list[Task]:
 
 def _streaming(timed: Sequence[Timed], steps: int, threshold: int) -> list[Task]:
     """Generation of the samples of step k begins with weights of version k - 1 - threshold, and a refit interrupts it:
-    see `hpcrl.rollout_source.streaming.Streaming`. The refit counts as the trainer's task and as work of the
+    see `hpcrl.run.rollouts.streaming.Streaming`. The refit counts as the trainer's task and as work of the
     engine."""
     rest = groups_of(timed)[3]
     interrupted = sum(it.cost.seconds for it in rest if it.kind == "refit")

@@ -14,8 +14,8 @@ import numpy as np
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.curriculum import step_report
-from hpcrl.rollout_source.scoring import num_prompts, numbered, score
-from hpcrl.rollout_source.source import Gathering, RolloutContext, RolloutSource, RolloutState
+from hpcrl.run.rollouts.scoring import num_prompts, numbered, score
+from hpcrl.run.rollouts.source import Gathering, RolloutContext, RolloutSource, RolloutState
 from hpcrl.workers.response_stream import Finished
 
 log = logging.getLogger(__name__)

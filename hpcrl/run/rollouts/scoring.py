@@ -13,7 +13,7 @@ from hpcrl.config.schema import Config, RewardConfig
 from hpcrl.controller.controller import Controller
 from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rewards.manager import FATES, numbers_of
-from hpcrl.rollout_source.background_task import BackgroundTask, Steps
+from hpcrl.run.rollouts.background_task import BackgroundTask, Steps
 from hpcrl.runtime.exits import InputError
 
 

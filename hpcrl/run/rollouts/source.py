@@ -23,7 +23,7 @@ from hpcrl.observe.record.archive import finish_step, read_samples, step_path
 from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rewards.manager import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.rollout_source.scoring import DroppedPrompts, FirstSamples, differing, metric_values, num_prompts, numbered
+from hpcrl.run.rollouts.scoring import DroppedPrompts, FirstSamples, differing, metric_values, num_prompts, numbered
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.sampler import Sampler
 from hpcrl.data.tokenizer import end_token_ids
-from hpcrl.rollout_source.source import RolloutContext, RolloutSource, WeightSync
-from hpcrl.rollout_source.stepwise import OneStepOff, Recorded, Synchronous
-from hpcrl.rollout_source.streaming import Streaming
+from hpcrl.run.rollouts.source import RolloutContext, RolloutSource, WeightSync
+from hpcrl.run.rollouts.stepwise import OneStepOff, Recorded, Synchronous
+from hpcrl.run.rollouts.streaming import Streaming
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run
