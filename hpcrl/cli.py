@@ -251,7 +251,7 @@ def check(arguments: list[str]) -> NoReturn:
         parser.error("found --machine, which needs --job")
     if parsed.job:
         check_job(parsed.config, parsed.overrides, parsed.machine, parsed.rounds)
-    from hpcrl.rollout.tensorrt_llm.signatures import findings
+    from hpcrl.rollout.engines.tensorrt_llm.signatures import findings
 
     check.main(findings if parsed.trtllm else None)
 

@@ -71,7 +71,7 @@ ELSEWHERE = {  # module -> how many places, and which files
 
 LISTENERS = {  # module -> how many places, and what listens; docs/security.md says until when and to whom
     "forecast/memory/meta.py": (1, "torch's fake process group: nothing"),
-    "rollout/tensorrt_llm/signatures.py": (1, "nothing: arguments of a signature"),
+    "rollout/engines/tensorrt_llm/signatures.py": (1, "nothing: arguments of a signature"),
     "run/rollouts/streaming.py": (1, "nothing: the controller's own method"),
     "runtime/gpus.py": (2, "nothing: CPUs of a process"),
     "machine/listeners.py": (1, "nothing: describes a socket"),

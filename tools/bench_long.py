@@ -18,8 +18,8 @@ import torch
 from bench_rollout import SHAPE
 
 from hpcrl.kernels.onednn import use_onednn
-from hpcrl.rollout.native.attention import DecodeAttention
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.attention import DecodeAttention
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.heap import keep_freed_memory
 

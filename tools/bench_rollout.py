@@ -31,7 +31,7 @@ from hpcrl.model.hf.families import hf_config
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.heap import keep_freed_memory
 

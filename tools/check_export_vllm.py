@@ -66,7 +66,7 @@ class Export:
         from hpcrl.data.prompts import PromptDataset
         from hpcrl.data.tokenizer import load_tokenizer
         from hpcrl.engine.checkpoint.store import load_path
-        from hpcrl.rollout.agent.tools import data_config
+        from hpcrl.rollout.environments.tools import data_config
 
         self.template = run / "config.yaml"
         self.config = load_job("evaluate").read_config(str(self.template))

@@ -23,8 +23,8 @@ from hpcrl.engine.refit.refit import Refit
 from hpcrl.engine.refit.transports import nodes_of
 from hpcrl.model.hf.families import hf_config
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.engines.tensorrt_llm.engine import TrtllmEngine, make_engine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
-from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
 from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
@@ -162,7 +162,7 @@ def imports(world: World) -> str:
     """1. The import, which this program did on all ranks before it came here; and the signatures."""
     import importlib
 
-    from hpcrl.rollout.tensorrt_llm import signatures
+    from hpcrl.rollout.engines.tensorrt_llm import signatures
 
     world.run_collectively(lambda: signatures.self_test(importlib.import_module))
     return f"{world.size} ranks imported it together; {len(signatures.TABLE)} signatures as expected"

@@ -66,7 +66,7 @@ FAULTS = [
     Fault(
         "layouts-responses",
         "layouts against one rank: equal responses",
-        "rollout/native/scheduler.py",
+        "rollout/engines/native/scheduler.py",
         "self.sample_indices[row] = sequence.sample_index",
         "self.sample_indices[row] = row",
         4,
@@ -95,7 +95,7 @@ FAULTS = [
     Fault(
         "gap-ten-steps",
         "rollout and training log-probs over ten steps",
-        "rollout/native/decoder.py",
+        "rollout/engines/native/decoder.py",
         "        eps = self._shape.rms_norm_eps\n        rotate",
         "        eps = 1e-3\n        rotate",
         2,
@@ -122,7 +122,7 @@ FAULTS = [
     Fault(
         "gap-exact",
         "rollout and training log-probs are equal in exact mode",
-        "rollout/native/generate_call.py",
+        "rollout/engines/native/generate_call.py",
         "kind = ExactAttention if",
         "kind = PrefillAttention if",
         2,
@@ -188,7 +188,7 @@ FAULTS = [
     Fault(
         "engine-memory",
         "the engine's memory does not grow with the response limit",
-        "rollout/native/scheduler.py",
+        "rollout/engines/native/scheduler.py",
         "self._part_ids = np.zeros((capacity, FLUSH_TOKENS), np.int32)",
         "self._part_ids = np.zeros((capacity, max(FLUSH_TOKENS, sampling.max_new_tokens)), np.int32)",
         0,
@@ -197,7 +197,7 @@ FAULTS = [
     Fault(
         "engine-batching",
         "batching does not change what is drawn",
-        "rollout/native/scheduler.py",
+        "rollout/engines/native/scheduler.py",
         "self.sample_indices[row] = sequence.sample_index",
         "self.sample_indices[row] = row",
         0,
@@ -206,7 +206,7 @@ FAULTS = [
     Fault(
         "engine-preemption",
         "preemption does not change what is drawn",
-        "rollout/native/scheduler.py",
+        "rollout/engines/native/scheduler.py",
         "self.num_drawn[row] = sequence.num_drawn",
         "self.num_drawn[row] = 0",
         0,
@@ -215,7 +215,7 @@ FAULTS = [
     Fault(
         "engine-shared-prompts",
         "shared prompts do not change what is drawn",
-        "rollout/native/generate_call.py",
+        "rollout/engines/native/generate_call.py",
         "pool.blocks_of(source)[: len(blocks)], blocks)",
         "pool.blocks_of(source)[: len(blocks) - 1], blocks[:-1])",
         0,
@@ -224,7 +224,7 @@ FAULTS = [
     Fault(
         "engine-aborts",
         "aborts and resumption do not change what is drawn",
-        "rollout/native/scheduler.py",
+        "rollout/engines/native/scheduler.py",
         "self.first_positions[row] = sequence.first_position",
         "self.first_positions[row] = 0",
         0,
@@ -668,7 +668,7 @@ FAULTS = [
     Fault(
         "device-decode",
         "a decode step's token ids are on the device of the cache",
-        "rollout/native/generate_call.py",
+        "rollout/engines/native/generate_call.py",
         "torch.from_numpy(batch.last_tokens[rows]).to(self.cache.device)",
         "torch.from_numpy(batch.last_tokens[rows])",
         2,
@@ -677,7 +677,7 @@ FAULTS = [
     Fault(
         "device-refit",
         "the engine's own weights, which a refit fills, are on the device",
-        "rollout/native/decoder.py",
+        "rollout/engines/native/decoder.py",
         "torch.zeros(len(members), *members[0].local_shape, dtype=dtype, device=device)",
         "torch.zeros(len(members), *members[0].local_shape, dtype=dtype)",
         2,

@@ -1,7 +1,7 @@
 """The tool of tool_countdown_cpu.yaml."""
 
 from hpcrl.rewards.scorers.countdown import evaluate
-from hpcrl.rollout.agent.tools import tool
+from hpcrl.rollout.environments.tools import tool
 
 
 @tool

@@ -26,7 +26,7 @@ from hpcrl.data.picture_index import tower_tokens
 from hpcrl.data.row_file import columns_of
 from hpcrl.data.sft import SftDataset, has_targets
 from hpcrl.data.supervision import Supervised
-from hpcrl.rollout.agent.tools import data_config
+from hpcrl.rollout.environments.tools import data_config
 from hpcrl.run.calls import metrics_of
 from hpcrl.run.job import SupervisedConfig, SupervisedJob
 from hpcrl.run.validation import Validator

@@ -20,7 +20,7 @@ from hpcrl.kernels.philox import MULTIPLIERS, ROUNDS, WEYL
 from hpcrl.rollout.protocol import SamplingParams
 
 if TYPE_CHECKING:
-    from hpcrl.rollout.native.decoder import TensorParallel
+    from hpcrl.rollout.engines.native.decoder import TensorParallel
 
 _MULTIPLIERS = np.array(MULTIPLIERS, np.uint64)
 _WEYL = np.array(WEYL, np.uint64)

@@ -27,7 +27,7 @@ from hpcrl.data.supervision import Supervised, Supervision
 from hpcrl.data.tokenizer import tokenizer_of
 from hpcrl.model.architecture import check_longest
 from hpcrl.observe.record.trackers import missing_packages
-from hpcrl.rollout.agent.tools import data_config
+from hpcrl.rollout.environments.tools import data_config
 from hpcrl.run.job_config import with_presets, with_settings_of_run
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.world import World

@@ -44,7 +44,7 @@ from hpcrl.workers.verdict_cache import VerdictCache, answer_key
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import Config, JudgeConfig
-    from hpcrl.rollout.native.engine import NativeEngine
+    from hpcrl.rollout.engines.native.engine import NativeEngine
     from hpcrl.runtime.groups import RoleGroups
     from hpcrl.workers.team import Inputs, Team
 

@@ -14,7 +14,7 @@ from hpcrl.data.images import Source
 from hpcrl.data.picture_index import index_pictures
 from hpcrl.engine.pictures import tokens_of_towers
 from hpcrl.model.sizes import tower_flops
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, ToolPicture
 
 if TYPE_CHECKING:

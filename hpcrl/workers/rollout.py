@@ -25,9 +25,9 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import kv_cache_bytes
 from hpcrl.observe.record.archive import PictureFolder, read_step, step_path
 from hpcrl.rewards.manager import REWARD_MANAGERS
-from hpcrl.rollout.agent.loop import AgentLoop
-from hpcrl.rollout.agent.turn_handler import turn_columns, turn_metrics, turns_for_scorer
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
+from hpcrl.rollout.environments.loop import AgentLoop
+from hpcrl.rollout.environments.turn_handler import turn_columns, turn_metrics, turns_for_scorer
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.exits import InputError
@@ -54,7 +54,7 @@ def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_
     because the KV cache takes a share of the free memory."""
     rollout, device = config.rollout, platform.device()
     if rollout.engine == "tensorrt_llm":
-        from hpcrl.rollout.tensorrt_llm.engine import make_engine as make_tensorrt_llm
+        from hpcrl.rollout.engines.tensorrt_llm.engine import make_engine as make_tensorrt_llm
 
         return make_tensorrt_llm(config, shape, groups, device)
     return native_engine(

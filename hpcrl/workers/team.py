@@ -25,7 +25,7 @@ from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.model.vision_rules import check_towers, check_vision
 from hpcrl.rewards.manager import check_rewards
 from hpcrl.rewards.registry import check_ground_truth
-from hpcrl.rollout.agent.tools import data_config
+from hpcrl.rollout.environments.tools import data_config
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups

@@ -18,10 +18,10 @@ from hpcrl.kernels.decode_attention import (
 )
 from hpcrl.kernels.decode_attention_triton import cut_rows as fused_cut_rows
 from hpcrl.model.sizes import CachedHeads
-from hpcrl.rollout.native.attention import DecodeAttention, NewTokens, PagedAttention
-from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.row_cache import RowCache
+from hpcrl.rollout.engines.native.attention import DecodeAttention, NewTokens, PagedAttention
+from hpcrl.rollout.engines.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.kv_cache import KVCache
+from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.kernels.close import DTYPES, assert_near
 from tests.rollout.small_model import SHAPE, draw_weights

@@ -7,7 +7,7 @@ from torch import Tensor
 from hpcrl.kernels.layers import apply_rope
 from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.native.decoder import FastRope, PlainRope
+from hpcrl.rollout.engines.native.decoder import FastRope, PlainRope
 from tests.kernels.close import DTYPES, assert_near
 
 # no tokens, one, more than a program has; numbers of heads and widths that are no powers of 2

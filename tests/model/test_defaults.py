@@ -20,7 +20,7 @@ from hpcrl.model.hf.defaults import DEFAULTS
 from hpcrl.model.hf.directory import Safetensors, open_weights
 from hpcrl.model.hf.families import FAMILIES, read_shape, shape_from_hf
 from hpcrl.model.params import shards
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 

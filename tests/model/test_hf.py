@@ -20,7 +20,7 @@ from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
 from hpcrl.model.hf.files import differing, hf_shards, plan_files, write_beside
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout

@@ -15,7 +15,7 @@ from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
 from hpcrl.model.hf.files import plan_files
 from hpcrl.model.params import check_adapters, shards
 from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout

@@ -17,8 +17,8 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.rollout.agent.loop import AgentLoop
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
+from hpcrl.rollout.environments.loop import AgentLoop
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.runtime.groups import GroupCache, make_groups
 from hpcrl.runtime.layout import Layout
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 # Random weights write no calls: here a turn is one unless it ends in a letter. Answers take their time, by their text.
 TOOLS = """
 import time
-from hpcrl.rollout.agent.tools import ToolCall, register_tool_parser
-from hpcrl.rollout.agent.tools import tool
+from hpcrl.rollout.environments.tools import ToolCall, register_tool_parser
+from hpcrl.rollout.environments.tools import tool
 
 @tool
 def ponder(text: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpcrl.observe.record.archive import read_samples, step_path
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from tests.mpi.lab import ROOT, Lab, metrics
 
 MODEL = {

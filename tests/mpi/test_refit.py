@@ -19,7 +19,7 @@ from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit, RefitReport
 from hpcrl.engine.refit.verification import ChecksumMismatch
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.run.rollouts.source import refit_metrics
 from hpcrl.runtime import exits

@@ -18,7 +18,7 @@ from hpcrl.model.build import named_parameters
 from hpcrl.model.router import NOT_RECORDED, Router
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, kv_bytes_per_token
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.workers.response_stream import Response
 from hpcrl.workers.rollout import response_columns

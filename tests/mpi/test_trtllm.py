@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from hpcrl.rollout.engines.tensorrt_llm.engine import GenerateCall
 from hpcrl.rollout.protocol import Request, SamplingParams
-from hpcrl.rollout.tensorrt_llm.engine import GenerateCall
 from hpcrl.runtime import mpi
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World

@@ -21,7 +21,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.model.tower import divide
 from hpcrl.model.vision import Vision
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams, Trajectory
 from hpcrl.runtime.groups import GroupCache, make_groups
 from hpcrl.runtime.layout import Layout

@@ -88,7 +88,7 @@ def test_recorded_rollouts_are_replayed_with_their_pictures(world, lab: Lab, sho
 # Random weights write no calls: every first turn is one. Pictures of two sizes; each second one is in many samples.
 TOOLS = """
 from PIL import Image
-from hpcrl.rollout.agent.tools import ToolCall, register_tool_parser, tool
+from hpcrl.rollout.environments.tools import ToolCall, register_tool_parser, tool
 
 @tool
 def zoom(text: str) -> dict:

@@ -19,7 +19,7 @@ from hpcrl.forecast.memory.memory import GIB, Row, TrainingPlan, with_keys
 from hpcrl.jobs.train import Train
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.runtime.exits import InputError
 
 ROOT = Path(__file__).parents[2]

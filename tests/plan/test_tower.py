@@ -17,7 +17,7 @@ from hpcrl.forecast.memory.tower import PicturePass
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.tower import build_tower, encode
 from hpcrl.model.vision import Trained
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from tests.covering import covering
 from tests.live_bytes import LiveBytes
 from tests.model.vision_models import VISION_MODELS, vision_shape

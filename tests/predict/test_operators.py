@@ -17,7 +17,7 @@ from hpcrl.forecast.time.training import OPTIMIZER_OPERATORS
 from hpcrl.machine.measure_device import CountOperators
 from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.layout import Layout
 from tests.plan.passes import LENGTH, SAMPLES, loss, make_batch

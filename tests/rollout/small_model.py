@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request
 
 SHAPE = ModelShape(

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.native.kv_cache import FREE, BlockPool
+from hpcrl.rollout.engines.native.kv_cache import FREE, BlockPool
 
 SIZE = 4
 

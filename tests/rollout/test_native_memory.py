@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import block_bytes, kv_cache_bytes, max_kv_bytes
-from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.native.row_cache import RowCache
+from hpcrl.rollout.engines.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 

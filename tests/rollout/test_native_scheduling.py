@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hpcrl.model.sizes import block_bytes
-from hpcrl.rollout.native import attention, generate_call
-from hpcrl.rollout.native.decoder import Decoder
-from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.native.row_cache import RowCache
-from hpcrl.rollout.native.scheduler import Scheduler
+from hpcrl.rollout.engines.native import attention, generate_call
+from hpcrl.rollout.engines.native.decoder import Decoder
+from hpcrl.rollout.engines.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.row_cache import RowCache
+from hpcrl.rollout.engines.native.scheduler import Scheduler
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.rollout.small_model import SHAPE, draw_weights, make_requests
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.model.sizes import CachedHeads
-from hpcrl.rollout.native.attention import MIN_SAVED, DecodeAttention, NewTokens, cut_by_length, padded_tokens
-from hpcrl.rollout.native.kv_cache import Moves
-from hpcrl.rollout.native.row_cache import RowCache
+from hpcrl.rollout.engines.native.attention import MIN_SAVED, DecodeAttention, NewTokens, cut_by_length, padded_tokens
+from hpcrl.rollout.engines.native.kv_cache import Moves
+from hpcrl.rollout.engines.native.row_cache import RowCache
 
 HEADS = CachedHeads(2, 3, 8, 8)
 LENGTHS = np.array([900, 3, 17, 850, 1, 700])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcrl.rollout.native.scheduler import Admission, Scheduler, Sequence
+from hpcrl.rollout.engines.native.scheduler import Admission, Scheduler, Sequence
 
 PLENTY = 10**6
 

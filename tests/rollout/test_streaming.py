@@ -10,7 +10,7 @@ import torch
 from hpcrl.config.schema import CustomRewardConfig, RewardConfig
 from hpcrl.model.shape import ModelShape
 from hpcrl.rewards.manager import RewardManager, ScoreRequest
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 
 SHAPE = ModelShape(

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hpcrl.model.hf.families import hf_config
 from hpcrl.model.sizes import max_kv_bytes
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime import accelerator
 from hpcrl.runtime.world import World

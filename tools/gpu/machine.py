@@ -20,7 +20,7 @@ PACKAGES = (
 TEST_PACKAGES = ("pytest", "pytest-xdist", "hypothesis")
 OPTIONAL = ("matplotlib", "peft", "transformer-engine", "flash-attn", "tensorrt-llm")
 MODULES = (
-    *("hpcrl.jobs.train", "hpcrl.engine.engine", "hpcrl.rollout.native.engine", "hpcrl.engine.refit.refit"),
+    *("hpcrl.jobs.train", "hpcrl.engine.engine", "hpcrl.rollout.engines.native.engine", "hpcrl.engine.refit.refit"),
     *("hpcrl.kernels.decode_attention", "hpcrl.engine.checkpoint.manifest", "hpcrl.observe.record.writer"),
 )
 

@@ -12,7 +12,7 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.schema import OptimConfig, TransformerEngineConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.layout import Layout

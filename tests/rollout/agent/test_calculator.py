@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.jobs.sft import Sft
-from hpcrl.rollout.agent.loop import AgentLoop
+from hpcrl.rollout.environments.loop import AgentLoop
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.user_code import import_file
 from tests.rollout.agent.scripted import ScriptedEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcrl.rollout.agent.conversation import Answer, Conversation
+from hpcrl.rollout.environments.conversation import Answer, Conversation
 from hpcrl.rollout.protocol import Completion, Request
 
 

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from hpcrl.algorithms.metrics import finish
 from hpcrl.algorithms.registry import UnknownName
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
-from hpcrl.rollout.agent.loop import AgentLoop
-from hpcrl.rollout.agent.turn_handler import turn_metrics
+from hpcrl.rollout.environments.loop import AgentLoop
+from hpcrl.rollout.environments.turn_handler import turn_metrics
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.runtime.exits import InputError
 from tests.rollout.agent.scripted import ScriptedEngine
 
 TOOLS = """
 import os, sys, time
-from hpcrl.rollout.agent.tools import ToolCall, register_tool_parser
-from hpcrl.rollout.agent.tools import tool
+from hpcrl.rollout.environments.tools import ToolCall, register_tool_parser
+from hpcrl.rollout.environments.tools import tool
 
 @tool
 def add(a: int, b: int = 1) -> dict:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.algorithms.registry import UnknownName
-from hpcrl.rollout.agent.tools import PARSERS, BadCall, ToolCall, hermes, plain_json, register_tool_parser
+from hpcrl.rollout.environments.tools import PARSERS, BadCall, ToolCall, hermes, plain_json, register_tool_parser
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

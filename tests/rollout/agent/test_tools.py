@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 from PIL import Image
 
-from hpcrl.rollout.agent.tool_worker import bounded, run_tool
-from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools, tool, tool_schemas
+from hpcrl.rollout.environments.tool_worker import bounded, run_tool
+from hpcrl.rollout.environments.tools import BadArguments, Tool, load_tools, tool, tool_schemas
 from hpcrl.runtime.exits import InputError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -144,7 +144,7 @@ def test_pictures_of_a_tool_are_rgb(tmp_path: Path) -> None:
 )
 def test_files_of_no_use_are_refused_in_one_line(tmp_path: Path, code: str, why: str) -> None:
     path = tmp_path / "tools.py"
-    path.write_text(f"from hpcrl.rollout.agent.tools import tool\n{code}\n")
+    path.write_text(f"from hpcrl.rollout.environments.tools import tool\n{code}\n")
     with pytest.raises(InputError, match=why) as error:
         tool_schemas(str(path))
     assert "rollout.multi_turn.function_tool_path=" in str(error.value) and "\n" not in str(error.value)

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.rollout.agent.conversation import TurnTemplate
+from hpcrl.rollout.environments.conversation import TurnTemplate
 from hpcrl.runtime.exits import InputError
 
 TOOL, USER = {"role": "tool", "content": "it is 12"}, {"role": "user", "content": "and then?"}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from hpcrl.rollout.tensorrt_llm import signatures
+from hpcrl.rollout.engines.tensorrt_llm import signatures
 
 Events = list[str]
 

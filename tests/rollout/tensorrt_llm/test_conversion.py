@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hpcrl.rollout.engines.tensorrt_llm.arguments import completion
 from hpcrl.rollout.protocol import Request, SamplingParams
-from hpcrl.rollout.tensorrt_llm.arguments import completion
 from tests.rollout.tensorrt_llm.standins import output
 
 

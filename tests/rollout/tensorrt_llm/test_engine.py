@@ -14,10 +14,10 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.engine.refit.pieces import tensorrt_llm_shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.engines.tensorrt_llm.arguments import engine_arguments
+from hpcrl.rollout.engines.tensorrt_llm.engine import TrtllmEngine, make_engine
+from hpcrl.rollout.engines.tensorrt_llm.worker import TrtllmWorker
 from hpcrl.rollout.protocol import Request, RolloutEngine, SamplingParams
-from hpcrl.rollout.tensorrt_llm.arguments import engine_arguments
-from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
-from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 from tests.rollout.tensorrt_llm.standins import Comm, StandIn, output

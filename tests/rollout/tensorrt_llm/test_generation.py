@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcrl.rollout.engines.tensorrt_llm.engine import GenerateCall
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
-from hpcrl.rollout.tensorrt_llm.engine import GenerateCall
 from tests.rollout.tensorrt_llm.standins import output
 
 
@@ -89,8 +89,8 @@ def test_nothing_is_asked_of_an_engine_without_requests() -> None:
 def test_an_abort_gives_what_there_is_and_resumes_to_the_same_end(
     monkeypatch: pytest.MonkeyPatch, goes_silent: bool
 ) -> None:
-    monkeypatch.setattr("hpcrl.rollout.tensorrt_llm.engine.CANCEL_SECONDS", 0.1)
-    monkeypatch.setattr("hpcrl.rollout.tensorrt_llm.engine.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("hpcrl.rollout.engines.tensorrt_llm.engine.CANCEL_SECONDS", 0.1)
+    monkeypatch.setattr("hpcrl.rollout.engines.tensorrt_llm.engine.POLL_SECONDS", 0.0)
     calls: list[int] = []  # how many had been told of at each
     told: list[tuple[int, Completion]] = []
 

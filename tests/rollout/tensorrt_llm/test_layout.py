@@ -10,7 +10,7 @@ from hpcrl.engine.refit.pieces import tensorrt_llm_shards
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.tensorrt_llm.worker import buffers
+from hpcrl.rollout.engines.tensorrt_llm.worker import buffers
 from hpcrl.runtime.layout import Layout
 
 LAYER = "model.layers.{}."

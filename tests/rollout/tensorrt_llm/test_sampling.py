@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcrl.rollout.engines.tensorrt_llm import signatures
+from hpcrl.rollout.engines.tensorrt_llm.arguments import request_seed, sampling_arguments
 from hpcrl.rollout.protocol import Request, SamplingParams
-from hpcrl.rollout.tensorrt_llm import signatures
-from hpcrl.rollout.tensorrt_llm.arguments import request_seed, sampling_arguments
 from hpcrl.runtime.exits import InputError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.rollout.tensorrt_llm import signatures
-from hpcrl.rollout.tensorrt_llm.signatures import compared
+from hpcrl.rollout.engines.tensorrt_llm import signatures
+from hpcrl.rollout.engines.tensorrt_llm.signatures import compared
 from hpcrl.runtime.exits import InputError
 from tests.rollout.tensorrt_llm.standins import StandIn
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from hpcrl.algorithms.metrics import Metric
 from hpcrl.data.media import MediaReader
-from hpcrl.rollout.agent.conversation import Conversation, TurnTemplate
-from hpcrl.rollout.agent.tool_worker import AgentSource
-from hpcrl.rollout.agent.tools import PARSERS, tool_schemas
-from hpcrl.rollout.agent.turn_handler import TurnHandler, TurnResult, tool_metrics
+from hpcrl.rollout.environments.conversation import Conversation, TurnTemplate
+from hpcrl.rollout.environments.tool_worker import AgentSource
+from hpcrl.rollout.environments.tools import PARSERS, tool_schemas
+from hpcrl.rollout.environments.turn_handler import TurnHandler, TurnResult, tool_metrics
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, ToolPicture, Trajectory
 from hpcrl.runtime.mpi import broadcast_object, wait_until
 from hpcrl.sandbox.process_pool import ProcessPool

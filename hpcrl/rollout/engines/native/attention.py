@@ -30,8 +30,8 @@ from hpcrl.model.layers import LATENT_NORM_EPS
 from hpcrl.model.rope import deinterleave
 from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.model.sizes import CachedHeads
-from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.row_cache import RowCache
+from hpcrl.rollout.engines.native.kv_cache import KVCache
+from hpcrl.rollout.engines.native.row_cache import RowCache
 
 
 class ExactAttention:

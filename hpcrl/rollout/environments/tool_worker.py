@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
 from hpcrl.data.pictures import as_png, open_picture
-from hpcrl.rollout.agent.conversation import Interaction
-from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools
+from hpcrl.rollout.environments.conversation import Interaction
+from hpcrl.rollout.environments.tools import BadArguments, Tool, load_tools
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.user_code import import_file
 from hpcrl.sandbox import worker

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcrl.model.rope import rope_positions
 from hpcrl.model.vision import Vision
-from hpcrl.rollout.native.kv_cache import Moves
+from hpcrl.rollout.engines.native.kv_cache import Moves
 from hpcrl.rollout.protocol import Completion, FinishReason, PromptPicture, SamplingParams
 from hpcrl.rollout.sampling import uniforms
 

@@ -24,7 +24,7 @@ from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.router import by_expert, route
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.tower import build_tower
-from hpcrl.rollout.native.attention import (
+from hpcrl.rollout.engines.native.attention import (
     Attention,
     LatentWeights,
     PagedAttention,
@@ -301,7 +301,7 @@ class Decoder:
         return values_of(attended, layer.latent, self._shape.mla)
 
     def _heads(self, x: Tensor, layer: _Layer, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values in the form of `hpcrl.rollout.native.attention`."""
+        """Return queries, keys and values in the form of `hpcrl.rollout.engines.native.attention`."""
         if layer.latent is not None:
             queries, keys = queries_and_keys(x, layer.latent, self._shape, self._linear, rotate)
             return queries, keys, keys[..., : -self._shape.rope_dim]

@@ -15,12 +15,12 @@ from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, cached_heads, max_kv_bytes, num_blocks
 from hpcrl.model.tower import Division, Pixels, divide, encode_divided
-from hpcrl.rollout.native.attention import PagedAttention
-from hpcrl.rollout.native.decoder import Decoder, TensorParallel
-from hpcrl.rollout.native.generate_call import GenerateCall
-from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.paged_decode import PagedDecode
-from hpcrl.rollout.native.row_cache import RowCache
+from hpcrl.rollout.engines.native.attention import PagedAttention
+from hpcrl.rollout.engines.native.decoder import Decoder, TensorParallel
+from hpcrl.rollout.engines.native.generate_call import GenerateCall
+from hpcrl.rollout.engines.native.kv_cache import KVCache
+from hpcrl.rollout.engines.native.paged_decode import PagedDecode
+from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.rollout.native.kv_cache import Moves
-from hpcrl.rollout.native.scheduler import RunningBatch
+from hpcrl.rollout.engines.native.kv_cache import Moves
+from hpcrl.rollout.engines.native.scheduler import RunningBatch
 
 
 class SlotColumns(NamedTuple):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min, Sum
-from hpcrl.rollout.agent.conversation import Answer, Conversation, Message, TurnTemplate
-from hpcrl.rollout.agent.tool_worker import ToolAnswer
-from hpcrl.rollout.agent.tools import BadCall, Call, Parser
+from hpcrl.rollout.environments.conversation import Answer, Conversation, Message, TurnTemplate
+from hpcrl.rollout.environments.tool_worker import ToolAnswer
+from hpcrl.rollout.environments.tools import BadCall, Call, Parser
 from hpcrl.rollout.protocol import FinishReason, Trajectory
 from hpcrl.sandbox.process_pool import ProcessPool
 from hpcrl.sandbox.worker import Outcome

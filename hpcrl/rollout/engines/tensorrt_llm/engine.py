@@ -20,9 +20,8 @@ from torch import Tensor
 from hpcrl.config.schema import Config
 from hpcrl.engine.refit.pieces import tensorrt_llm_shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
-from hpcrl.rollout.tensorrt_llm import signatures
-from hpcrl.rollout.tensorrt_llm.arguments import (
+from hpcrl.rollout.engines.tensorrt_llm import signatures
+from hpcrl.rollout.engines.tensorrt_llm.arguments import (
     check_architecture,
     completion,
     engine_arguments,
@@ -30,7 +29,8 @@ from hpcrl.rollout.tensorrt_llm.arguments import (
     model_dir,
     sampling_arguments,
 )
-from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker, buffers
+from hpcrl.rollout.engines.tensorrt_llm.worker import TrtllmWorker, buffers
+from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.philox import uniforms
-from hpcrl.rollout.native.attention import PagedAttention
-from hpcrl.rollout.native.decode_graphs import DecodeGraphs, graph_size
-from hpcrl.rollout.native.decode_state import DecodeState, SlotColumns
-from hpcrl.rollout.native.decoder import Decoder
-from hpcrl.rollout.native.kv_cache import KVCache, Moves
+from hpcrl.rollout.engines.native.attention import PagedAttention
+from hpcrl.rollout.engines.native.decode_graphs import DecodeGraphs, graph_size
+from hpcrl.rollout.engines.native.decode_state import DecodeState, SlotColumns
+from hpcrl.rollout.engines.native.decoder import Decoder
+from hpcrl.rollout.engines.native.kv_cache import KVCache, Moves
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout.sampling import draw_sharded
 

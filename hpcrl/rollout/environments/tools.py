@@ -111,7 +111,7 @@ def load_tools(path: str) -> dict[str, Tool]:
     """Return the tools of a file by name. Raises ImportError if it has none, and any error of the file."""
     marked = [value for value in vars(import_file(path)).values() if getattr(value, MARK, False) and callable(value)]
     if not marked:
-        raise ImportError("no function in it is marked @tool (from hpcrl.rollout.agent.tools import tool)")
+        raise ImportError("no function in it is marked @tool (from hpcrl.rollout.environments.tools import tool)")
     return {found.name: found for found in map(Tool.of, dict.fromkeys(marked))}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from hpcrl.model.exact import exact_log_softmax
 from hpcrl.model.vision import Vision
-from hpcrl.rollout.native.attention import (
+from hpcrl.rollout.engines.native.attention import (
     Attention,
     ContinuedAttention,
     DecodeAttention,
@@ -20,11 +20,11 @@ from hpcrl.rollout.native.attention import (
     PrefillAttention,
     padded_tokens,
 )
-from hpcrl.rollout.native.decoder import Decoder, TokenFeatures
-from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.paged_decode import PagedDecode, StepInFlight
-from hpcrl.rollout.native.row_cache import RowCache
-from hpcrl.rollout.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
+from hpcrl.rollout.engines.native.decoder import Decoder, TokenFeatures
+from hpcrl.rollout.engines.native.kv_cache import KVCache
+from hpcrl.rollout.engines.native.paged_decode import PagedDecode, StepInFlight
+from hpcrl.rollout.engines.native.row_cache import RowCache
+from hpcrl.rollout.engines.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.rollout.sampling import check_finite, request_key, sample, sample_sharded
 from hpcrl.runtime.accelerator import annotated

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.model.sizes import CachedHeads
-from hpcrl.rollout.native.kv_cache import BlockBudget, Moves
+from hpcrl.rollout.engines.native.kv_cache import BlockBudget, Moves
 from hpcrl.runtime.exits import InputError
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE; the module has it from Python 3.13 on
