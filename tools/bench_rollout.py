@@ -26,8 +26,8 @@ import transformers
 from matrix_products import product_seconds
 
 from hpcrl.kernels.onednn import use_onednn
-from hpcrl.model.hf.directory import Safetensors
-from hpcrl.model.hf.families import hf_config
+from hpcrl.model.families.families import hf_config
+from hpcrl.model.hf_directory import Safetensors
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes

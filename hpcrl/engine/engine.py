@@ -31,13 +31,13 @@ from hpcrl.engine.optim import (
 )
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
+from hpcrl.model.blocks.router import RouterLosses
+from hpcrl.model.blocks.transformer_engine import FP8_ROWS
 from hpcrl.model.build import build_model, local_shards, named_parameters
-from hpcrl.model.hf.directory import Safetensors
+from hpcrl.model.hf_directory import Safetensors
 from hpcrl.model.params import SCALAR_HEADS, Head
-from hpcrl.model.router import RouterLosses
 from hpcrl.model.shape import Lora
 from hpcrl.model.sizes import ROW_MULTIPLE
-from hpcrl.model.transformer_engine import FP8_ROWS
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import MegatronRanges, annotated
 

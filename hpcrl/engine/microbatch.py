@@ -21,8 +21,8 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import padded_places
 from hpcrl.batch.transfer import moved
 from hpcrl.engine.pictures import packed_pictures, tokens_of_towers
+from hpcrl.model.blocks.router import NOT_RECORDED, Routing
 from hpcrl.model.packed import PackedTokens, pack, places, tokens_of
-from hpcrl.model.router import NOT_RECORDED, Routing
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.model.rope import rope_positions
+from hpcrl.model.blocks.rope import rope_positions
 from hpcrl.model.tower import PackedPictures, Pixels
 from hpcrl.runtime.exits import InputError
 

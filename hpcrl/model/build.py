@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
-from hpcrl.model import params, transformer_engine
+from hpcrl.model import params
+from hpcrl.model.blocks import transformer_engine
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 
@@ -26,11 +27,11 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from hpcrl.model.adapters import add_adapters
-    from hpcrl.model.attention import ExactPackedAttention, PackedAttention, latent_attention
+    from hpcrl.model.blocks.attention import ExactPackedAttention, PackedAttention, latent_attention
+    from hpcrl.model.blocks.layers import RMSNorm, ScalarHead, SwiGLU, use_exact_linear
+    from hpcrl.model.blocks.router import Mixture, MixtureLayer, Router
     from hpcrl.model.exact import check_exact
     from hpcrl.model.gpt import PackedGPT
-    from hpcrl.model.layers import RMSNorm, ScalarHead, SwiGLU, use_exact_linear
-    from hpcrl.model.router import Mixture, MixtureLayer, Router
     from hpcrl.model.tower import build_tower
     from hpcrl.runtime.megatron_versions import mlp_submodules, use_mixture
 
@@ -62,7 +63,7 @@ def build_model(
     The weights are equal under any layout: each global parameter is drawn whole, by name, and then sliced. `exact`:
     bitwise equal to the native engine's exact mode (see hpcrl.model.exact). `sequence_parallel`: tensor-parallel ranks
     split the tokens between layers (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2); exact models never do,
-    because the order of summation differs. `te`: see hpcrl.model.transformer_engine. `lora`: the model is frozen and
+    because the order of summation differs. `te`: see hpcrl.model.blocks.transformer_engine. `lora`: the model is frozen and
     has adapters. `fp32_gradients`: linear layers and the head of the vocabulary add the gradients of their weights to
     `main_grad`, which megatron's wrapper gives them.
     """

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from hpcrl.model.layers import ScalarHead
+from hpcrl.model.blocks.layers import ScalarHead
 from hpcrl.model.packed import PackedTokens
 from hpcrl.model.tower import Division, encode_divided
 

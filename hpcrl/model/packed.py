@@ -20,11 +20,11 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from hpcrl.model.rope import rope_cos_sin
+from hpcrl.model.blocks.rope import rope_cos_sin
 
 if TYPE_CHECKING:
+    from hpcrl.model.blocks.router import Routing
     from hpcrl.model.gpt import Deepstack
-    from hpcrl.model.router import Routing
     from hpcrl.model.shape import ModelShape
     from hpcrl.model.tower import PackedPictures
 

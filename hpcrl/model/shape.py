@@ -20,7 +20,7 @@ VOCAB_MULTIPLE = 64
 @dataclass(frozen=True)
 class RopeScaling:
     """How a rotary embedding is extended beyond the sequence length of the first training; names are those of
-    config.json, formulas are in `hpcrl.model.rope`."""
+    config.json, formulas are in `hpcrl.model.blocks.rope`."""
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float

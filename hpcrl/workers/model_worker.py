@@ -22,7 +22,7 @@ from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.engine.checkpoint.manifest import SavedPart
 from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.model.hf.directory import open_weights
+from hpcrl.model.hf_directory import open_weights
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.groups import RoleGroups
 

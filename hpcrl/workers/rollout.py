@@ -20,7 +20,7 @@ from hpcrl.config.roles import ROLLOUT
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.model.router import NOT_RECORDED
+from hpcrl.model.blocks.router import NOT_RECORDED
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import kv_cache_bytes
 from hpcrl.observe.record.archive import PictureFolder, read_step, step_path

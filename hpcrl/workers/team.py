@@ -19,7 +19,7 @@ from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import has_tokenizer, load_tokenizer, token_ids, tokenizer_of
 from hpcrl.model.architecture import check_longest
-from hpcrl.model.hf.directory import shape_of
+from hpcrl.model.hf_directory import shape_of
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.model.vision_rules import check_towers, check_vision

@@ -21,8 +21,8 @@ from hpcrl.engine.checkpoint.store import fsync
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit, RefitReport
 from hpcrl.engine.refit.transports import nodes_of
-from hpcrl.model.hf.directory import whole_tensors
-from hpcrl.model.hf.files import ADAPTER_WEIGHTS, peft_shards, plan_files
+from hpcrl.model.hf_directory import whole_tensors
+from hpcrl.model.hf_files import ADAPTER_WEIGHTS, peft_shards, plan_files
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime import accelerator, platform

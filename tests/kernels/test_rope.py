@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.layers import apply_rope
-from hpcrl.model.rope import rope_cos_sin
+from hpcrl.model.blocks.rope import rope_cos_sin
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.decoder import FastRope, PlainRope
 from tests.kernels.close import DTYPES, assert_near

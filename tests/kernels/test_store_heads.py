@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, store_heads
-from hpcrl.model.rope import rope_cos_sin
+from hpcrl.model.blocks.rope import rope_cos_sin
 from tests.kernels.close import DTYPES, assert_near, poisoned
 
 TOKENS, BLOCKS, SIZE, EPS = 5, 7, 16, 1e-5

@@ -8,9 +8,9 @@ import torch
 
 from hpcrl.batch.transfer import moved
 from hpcrl.kernels.layers import apply_rope, rms_norm
-from hpcrl.model.attention import PackedAttention
+from hpcrl.model.blocks.attention import PackedAttention
+from hpcrl.model.blocks.rope import rope_cos_sin
 from hpcrl.model.packed import pack
-from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.shape import ModelShape
 
 SHAPE = ModelShape(

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hpcrl.kernels.layers import rms_norm
 from hpcrl.model import exact
-from hpcrl.model.attention import ExactPackedAttention, PackedAttention
+from hpcrl.model.blocks.attention import ExactPackedAttention, PackedAttention
+from hpcrl.model.blocks.rope import rope_cos_sin
 from hpcrl.model.exact import KEYS, check_exact, exact_attention, exact_linear, exact_log_softmax
 from hpcrl.model.packed import pack
-from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 

@@ -8,8 +8,8 @@ from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from hpcrl.config.schema import TransformerEngineConfig
+from hpcrl.model.blocks.transformer_engine import is_used, use_transformer_engine
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.transformer_engine import is_used, use_transformer_engine
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.megatron_versions import mlp_submodules
 

@@ -14,8 +14,8 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.microbatch import make_micro_batches
+from hpcrl.model.blocks.router import NOT_RECORDED, Router
 from hpcrl.model.build import named_parameters
-from hpcrl.model.router import NOT_RECORDED, Router
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, kv_bytes_per_token
 from hpcrl.rollout.engines.native.engine import NativeEngine

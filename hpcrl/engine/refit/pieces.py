@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hpcrl.config.placement import divisors
-from hpcrl.model.hf.files import peft_shards, plan_files
+from hpcrl.model.hf_files import peft_shards, plan_files
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Head, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError

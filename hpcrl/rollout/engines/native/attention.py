@@ -25,9 +25,9 @@ from hpcrl.kernels.layers import rms_norm
 from hpcrl.kernels.packed_attention import Sequences, packed_attention
 from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, store_heads
 from hpcrl.kernels.vocabulary import LOG2_E
+from hpcrl.model.blocks.layers import LATENT_NORM_EPS
+from hpcrl.model.blocks.rope import deinterleave
 from hpcrl.model.exact import exact_attention
-from hpcrl.model.layers import LATENT_NORM_EPS
-from hpcrl.model.rope import deinterleave
 from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.model.sizes import CachedHeads
 from hpcrl.rollout.engines.native.kv_cache import KVCache

@@ -18,10 +18,10 @@ from hpcrl.kernels.fp32_product import product
 from hpcrl.kernels.grouped_experts import Experts, mixture
 from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm, swiglu
 from hpcrl.kernels.store_heads import HeadWeights
+from hpcrl.model.blocks.rope import rope_cos_sin
+from hpcrl.model.blocks.router import by_expert, route
 from hpcrl.model.exact import exact_linear, exact_sum
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, engine_layout, shards
-from hpcrl.model.rope import rope_cos_sin
-from hpcrl.model.router import by_expert, route
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.tower import build_tower
 from hpcrl.rollout.engines.native.attention import (

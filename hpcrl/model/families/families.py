@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.model.hf.defaults import window_of, with_defaults
+from hpcrl.model.families.defaults import window_of, with_defaults
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
 from hpcrl.model.vision import MOST_LAYERS, VISION_TOKENS, vision_from_hf
@@ -55,7 +55,7 @@ def rope_from_hf(config: Mapping[str, Any]) -> Rope:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise InputError(f"partial_rotary_factor={partial}; only 1.0 is supported, so take another model")
-    if kind in ("default", "mrope"):  # positions of pictures are in `hpcrl.model.rope`
+    if kind in ("default", "mrope"):  # positions of pictures are in `hpcrl.model.blocks.rope`
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
         raise InputError(f"rope_type={kind}; expected default, linear, llama3 or yarn; use another model")
@@ -203,7 +203,7 @@ def _keys(shape: ModelShape) -> dict[str, Any]:
 
 
 # Megatron's name -> Hugging Face's; "*" is the number of the layer, "#" that of the expert. Several names are stacked
-# rows; those of linear_qkv are stacked by query group. "x[#]" is one matrix of a tensor, see `hpcrl.model.hf.files`.
+# rows; those of linear_qkv are stacked by query group. "x[#]" is one matrix of a tensor, see `hpcrl.model.hf_files`.
 Names = Mapping[str, tuple[str, ...]]
 
 _MEGATRON, _HF = "decoder.layers.*.", "model.layers.*."

@@ -17,10 +17,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hpcrl.kernels.layers import apply_rope
 from hpcrl.kernels.packed_attention import by_library, is_fused
+from hpcrl.model.blocks.layers import LATENT_NORM_EPS, RMSNorm
+from hpcrl.model.blocks.rope import deinterleave
 from hpcrl.model.exact import exact_attention
-from hpcrl.model.layers import LATENT_NORM_EPS, RMSNorm
 from hpcrl.model.packed import PackedTokens, Tail
-from hpcrl.model.rope import deinterleave
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -1,1 +1,0 @@
-"""Weights and configs of Hugging Face models, both ways."""
