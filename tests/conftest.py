@@ -20,7 +20,7 @@ if not Path("/dev/nvidiactl").exists():
 
 @pytest.fixture(autouse=True)
 def _signal_mask() -> Iterator[None]:
-    """A job's command that a test calls in this process blocks signals, which processes of later tests would inherit."""
+    """A job's command that a test calls in this process blocks signals; processes of later tests inherit that."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

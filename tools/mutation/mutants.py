@@ -14,7 +14,7 @@ from typing import Any
 
 PACKAGES = (
     *("algorithms", "batch", "checkpoint", "config", "controller", "data", "engine", "reshard"),
-    "rollout/native",
+    "rollout/engines/native",
 )
 LEAST = 3  # mutants of each package, where it has as many
 END = 10**9  # after the last line of every file
