@@ -16,6 +16,7 @@ Row: TypeAlias = dict[str, Any]
 Message: TypeAlias = dict[str, str]
 
 SOURCES_FOLDER = Path(__file__).parent / "sources"
+IMAGE = "<image>"  # where a prompt's text has the picture, as in verl's files
 # names of the files (train, val) of most datasets on Hugging Face
 USUAL_FILES = (
     ("train-*.parquet", "test-*.parquet"),
@@ -62,13 +63,23 @@ Source: TypeAlias = FileSource | SyntheticSource
 
 
 def source_names() -> list[str]:
-    return sorted(path.stem for path in SOURCES_FOLDER.glob("[!_]*.py"))
+    return sorted(all_sources())
 
 
 def load_source(name: str) -> tuple[Source, str]:
     """The dataset, and one line about it."""
-    module = import_module(f"hpcrl.data.sources.{name}")
-    return module.SOURCE, (module.__doc__ or "").split("\n")[0]
+    return all_sources()[name]
+
+
+def all_sources() -> dict[str, tuple[Source, str]]:
+    """SOURCES of all modules in SOURCES_FOLDER. Raises ValueError if two of them have the same name."""
+    found: dict[str, tuple[Source, str]] = {}
+    for path in sorted(SOURCES_FOLDER.glob("[!_]*.py")):
+        sources = import_module(f"hpcrl.data.sources.{path.stem}").SOURCES
+        if twice := sorted(found.keys() & sources.keys()):
+            raise ValueError(f"{path}: another file has the datasets {', '.join(twice)}, too; rename them in one file")
+        found |= sources
+    return found
 
 
 def rule_row(

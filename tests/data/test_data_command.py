@@ -16,6 +16,8 @@ from hpcrl.config.schema import DataConfig
 from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.conversations import Conversations
 from hpcrl.data.prompts import PromptDataset
+from hpcrl.data.source import load_source, source_names
+from hpcrl.data.sources import downloaded, drawn
 from hpcrl.rewards.registry import scorer_for
 from tests.data.published import PUBLISHED, SHOPS, preference_row, shop_rows, write_jsonl, write_parquet
 from tests.geometry import picture
@@ -319,3 +321,10 @@ def test_files_of_others_stay(tmp_path: Path, run: Run) -> None:
     assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["mine"]
     assert "is the folder of --from, too" in run("gsm8k", "--from", tmp_path, "--out", tmp_path, code=2)
     assert "found 4950 different problems" in run("sums", "--out", tmp_path / "s", "--rows", 5000, code=2)
+
+
+def test_two_datasets_of_one_name_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_source("gsm8k") == downloaded.SOURCES["gsm8k"]
+    monkeypatch.setitem(drawn.SOURCES, "gsm8k", drawn.SOURCES["sums"])
+    with pytest.raises(ValueError, match=r"drawn\.py: another file has the datasets gsm8k, too"):
+        source_names()

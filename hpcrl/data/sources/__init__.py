@@ -1,1 +1,1 @@
-"""The datasets of `hpcrl data`, one file each: its docstring is the help, and SOURCE is the dataset."""
+"""The datasets of `hpcrl data`: each module has SOURCES, which maps a name to the dataset and one line of help."""

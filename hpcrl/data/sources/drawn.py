@@ -1,0 +1,251 @@
+"""Datasets that are drawn: small pictures of coloured rectangles with a question, sums, and countdown."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping
+
+import numpy as np
+
+from hpcrl.data.duplicates import picture_key
+from hpcrl.data.source import IMAGE, Row, Source, SyntheticSource, rule_row
+from hpcrl.data.sources.downloaded import COUNTDOWN_TEMPLATE, countdown_row, sorted_numbers
+
+SIDE = 32  # pixels
+COLOURS: Mapping[str, tuple[int, int, int]] = {
+    "red": (230, 30, 30),
+    "green": (20, 200, 60),
+    "blue": (50, 90, 255),
+    "yellow": (250, 220, 40),
+    "pink": (250, 120, 210),
+    "white": (255, 255, 255),
+}
+CELL = 8  # pixels; a square has one to itself
+
+
+def blank() -> np.ndarray:
+    """A black picture, uint8 (SIDE, SIDE, 3): row, column, channel."""
+    return np.zeros((SIDE, SIDE, 3), dtype=np.uint8)
+
+
+def fill(picture: np.ndarray, top: int, left: int, height: int, width: int, colour: str) -> None:
+    """Draw a rectangle."""
+    picture[top : top + height, left : left + width] = COLOURS[colour]
+
+
+def png(picture: np.ndarray) -> bytes:
+    """The bytes of a PNG file; the same pixels and version of Pillow make the same bytes."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, format="PNG")
+    return file.getvalue()
+
+
+def picture_row(data_source: str, picture: np.ndarray, question: str, answer: str) -> Row:
+    """A row with one picture, whose answer the rule for `data_source` compares exactly."""
+    row = rule_row(data_source, f"{IMAGE}{question}", answer, answer)
+    return row | {"ability": "vision", "images": [{"bytes": png(picture)}]}
+
+
+def same_picture(row: Row) -> str:
+    """Questions about the same picture are one problem."""
+    return picture_key(row["images"])
+
+
+COUNT_SQUARES_QUESTION = "How many squares?"
+COUNTS = range(1, 9)
+SQUARE_SIDES = range(4, 8)
+
+
+def draw_count_squares(rng: random.Random) -> Row:
+    count = rng.choice(COUNTS)
+    picture, per_line = blank(), SIDE // CELL
+    for cell in rng.sample(range(per_line**2), count):
+        row, column = divmod(cell, per_line)
+        side = rng.choice(SQUARE_SIDES)
+        top, left = (CELL * place + rng.randrange(CELL - side) for place in (row, column))
+        fill(picture, top, left, side, side, rng.choice(list(COLOURS)))
+    return picture_row("count_squares", picture, COUNT_SQUARES_QUESTION, str(count))
+
+
+COUNT_SQUARES = SyntheticSource(
+    draw=draw_count_squares, template=f"{IMAGE}{COUNT_SQUARES_QUESTION}", problem=same_picture
+)
+
+LEFT_OF_TEMPLATE = "Which is left, {first} or {second}?"
+LEFT_OF_SIDE = 7
+
+
+def draw_left_of(rng: random.Random) -> Row:
+    colours = rng.sample(list(COLOURS), 2)
+    picture = blank()
+    places = range(SIDE // CELL)
+    row = rng.choice(places)
+    for column, colour in zip(sorted(rng.sample(places, 2)), colours, strict=True):
+        top, left = (CELL * place + rng.randrange(CELL - LEFT_OF_SIDE + 1) for place in (row, column))
+        fill(picture, top, left, LEFT_OF_SIDE, LEFT_OF_SIDE, colour)
+    first, second = rng.sample(colours, 2)
+    return picture_row("left_of", picture, LEFT_OF_TEMPLATE.format(first=first, second=second), colours[0])
+
+
+LEFT_OF = SyntheticSource(draw=draw_left_of, template=f"{IMAGE}{LEFT_OF_TEMPLATE}", problem=same_picture)
+
+TWO_DIGITS_QUESTION = "What number is it?"
+TWO_DIGITS_NUMBERS = range(10, 100)
+HALF = SIDE // 2  # the number is in the upper or the lower half
+SPACE = 1  # above and left of a digit
+HEIGHT, WIDTH, STROKE = 13, 10, 2  # of a digit
+LOWER, MIDDLE = 11, 6  # top of the lower horizontal stroke and of the middle one; a vertical stroke is 7 long
+# top, left, height and width of the seven segments, clockwise from the top one; the last one is in the middle
+SEGMENTS = (
+    (0, 0, STROKE, WIDTH),
+    (0, WIDTH - STROKE, MIDDLE + 1, STROKE),
+    (MIDDLE, WIDTH - STROKE, MIDDLE + 1, STROKE),
+    (LOWER, 0, STROKE, WIDTH),
+    (MIDDLE, 0, MIDDLE + 1, STROKE),
+    (0, 0, MIDDLE + 1, STROKE),
+    (MIDDLE - 1, 0, STROKE, WIDTH),
+)
+LIT = ("012345", "12", "01346", "01236", "1256", "02356", "023456", "012", "0123456", "012356")  # of digits 0 to 9
+
+
+def draw_two_digits(rng: random.Random) -> Row:
+    number = rng.choice(TWO_DIGITS_NUMBERS)
+    picture = blank()
+    top = HALF * rng.randrange(2) + SPACE
+    for place, digit in enumerate(divmod(number, 10)):
+        left = HALF * place + SPACE
+        colour = rng.choice(list(COLOURS))
+        for segment in map(int, LIT[digit]):
+            down, right, height, width = SEGMENTS[segment]
+            fill(picture, top + down, left + right, height, width, colour)
+    return picture_row("two_digits", picture, TWO_DIGITS_QUESTION, str(number))
+
+
+TWO_DIGITS = SyntheticSource(draw=draw_two_digits, template=f"{IMAGE}{TWO_DIGITS_QUESTION}", problem=same_picture)
+
+MAZE_QUESTION = "How many steps to red?"
+MAZE_CELL = 4  # pixels
+MAZE_PLACES = range(SIDE // MAZE_CELL)
+STEPS = range(1, 10)
+DEAD_ENDS = (0, 0, 1, 2)  # drawn from
+
+Cell = tuple[int, int]
+
+
+def draw_maze(rng: random.Random) -> Row:
+    steps = rng.choice(STEPS)
+    path: list[Cell] = []
+    while len(path) <= steps:
+        path = [(rng.choice(MAZE_PLACES), rng.choice(MAZE_PLACES))]
+        while len(path) <= steps and (nexts := walls_to_open(path[-1], path)):
+            path.append(rng.choice(nexts))
+    cells = list(path)
+    for _ in range(rng.choice(DEAD_ENDS)):
+        if nexts := walls_to_open(rng.choice(path[:-1]), cells):
+            cells.append(rng.choice(nexts))
+    picture = blank()
+    for colour, part in (("white", cells), ("green", path[:1]), ("red", path[-1:])):
+        for row, column in part:
+            fill(picture, MAZE_CELL * row, MAZE_CELL * column, MAZE_CELL, MAZE_CELL, colour)
+    return picture_row("maze", picture, MAZE_QUESTION, str(steps))
+
+
+def walls_to_open(cell: Cell, opened: list[Cell]) -> list[Cell]:
+    """Neighbours of an open cell that have no other open neighbour, so that one path leads to each cell."""
+    return [near for near in neighbours(cell) if near not in opened and sum(n in opened for n in neighbours(near)) == 1]
+
+
+def neighbours(cell: Cell) -> list[Cell]:
+    row, column = cell
+    around = ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1))
+    return [(row, column) for row, column in around if row in MAZE_PLACES and column in MAZE_PLACES]
+
+
+MAZE = SyntheticSource(draw=draw_maze, template=f"{IMAGE}{MAZE_QUESTION}", problem=same_picture)
+
+TASKS = (draw_count_squares, draw_left_of, draw_two_digits, draw_maze)
+
+
+def draw_pictures(rng: random.Random) -> Row:
+    return rng.choice(TASKS)(rng)
+
+
+PICTURES = SyntheticSource(draw=draw_pictures, template=f"{IMAGE}{{question}}", problem=same_picture)
+
+SUMS_INSTRUCTION, SUMS_TEMPLATE = "Answer with the number only.", "What is {left} + {right}?"
+SUMS_NUMBERS = range(1, 100)
+
+
+def draw_sums(rng: random.Random) -> Row:
+    left, right = rng.choice(SUMS_NUMBERS), rng.choice(SUMS_NUMBERS)
+    question, total = SUMS_TEMPLATE.format(left=left, right=right), str(left + right)
+    prompt = [{"role": "system", "content": SUMS_INSTRUCTION}, {"role": "user", "content": question}]
+    return rule_row("sums", prompt, total, total, operands=[left, right])
+
+
+def sorted_operands(row: Row) -> str:
+    return repr(sorted(row["extra_info"]["operands"]))
+
+
+SUMS = SyntheticSource(draw=draw_sums, template=f"{SUMS_INSTRUCTION} {SUMS_TEMPLATE}", problem=sorted_operands)
+
+COUNTDOWN_NUMBERS = range(1, 51)
+COUNTDOWN_TARGETS = range(1, 101)
+WRONG_TRIES = (0, 0, 1, 2)  # drawn from
+
+
+def draw_countdown_words(rng: random.Random) -> Row:
+    numbers = [rng.choice(COUNTDOWN_NUMBERS) for _ in range(rng.choice((3, 4)))]
+    while True:
+        steps, expression, target = attempt(numbers, rng)
+        if target in COUNTDOWN_TARGETS:
+            break
+    tries = []
+    for _ in range(rng.choice(WRONG_TRIES)):
+        other_steps, _, found = attempt(numbers, rng)
+        if found != target:
+            tries.append(f"I try {other_steps}. This is not {target}.")
+    thought = " ".join([*tries, f"I try {steps}. This is {target}."])
+    answer = f"<think>{thought}</think> <answer>{expression}</answer>"
+    return countdown_row(rng.sample(numbers, len(numbers)), target, answer)
+
+
+def attempt(numbers: list[int], rng: random.Random) -> tuple[str, str, int]:
+    """Numbers in random order, combined from left to right: the steps, the expression, its value."""
+    first, *rest = rng.sample(numbers, len(numbers))
+    expression, value, steps, is_sum = str(first), first, [], False
+    for number in rest:
+        operator = rng.choice("+-*") if value * number in COUNTDOWN_TARGETS else rng.choice("+-")
+        result = value + number if operator == "+" else value - number if operator == "-" else value * number
+        steps.append(f"{value} {operator} {number} = {result}")
+        left = f"({expression})" if operator == "*" and is_sum else expression
+        expression, value, is_sum = f"{left} {operator} {number}", result, operator != "*"
+    return ", ".join(steps), expression, value
+
+
+COUNTDOWN_WORDS = SyntheticSource(draw=draw_countdown_words, template=COUNTDOWN_TEMPLATE, problem=sorted_numbers)
+
+SOURCES: dict[str, tuple[Source, str]] = {
+    "count_squares": (
+        COUNT_SQUARES,
+        "Pictures of one to eight squares, which are to be counted, drawn; needs no download.",
+    ),
+    "left_of": (
+        LEFT_OF,
+        "Pictures of two squares of different colours in a row: which one is left, drawn; needs no download.",
+    ),
+    "two_digits": (
+        TWO_DIGITS,
+        "Pictures of a number from 10 to 99, which is to be read, drawn; needs no download.",
+    ),
+    "maze": (MAZE, "Pictures of a maze: the length of the path from green to red, drawn; needs no download."),
+    "pictures": (PICTURES, "Rows of count_squares, left_of, two_digits and maze, mixed; needs no download."),
+    "sums": (SUMS, "Sums of two numbers from 1 to 99, drawn; needs no download."),
+    "countdown_words": (
+        COUNTDOWN_WORDS,
+        "Countdown as a chat, drawn, with a solution for SFT; needs no download.",
+    ),
+}
