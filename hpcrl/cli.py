@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 import hpcrl
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
-from hpcrl.sandbox.foreign_text import take_any_text
+from hpcrl.sandbox.foreign_files import take_any_text
 
 if TYPE_CHECKING:
     from hpcrl.config.derive import JobDescription, RoleLayouts

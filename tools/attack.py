@@ -23,7 +23,7 @@ import attack_processes  # noqa: F401
 import attack_runs  # noqa: F401
 from attack_place import ATTACKS, Attack, NotPossible, Place, Reached
 
-from hpcrl.sandbox.foreign_text import printable
+from hpcrl.sandbox.foreign_files import printable
 
 HELD, REACHED, IMPOSSIBLE = "held", "REACHED", "not possible here"
 

@@ -474,7 +474,7 @@ FAULTS = [
     Fault(
         "sandbox-files",
         "of a project that is a virtual environment programs see only Python",
-        "sandbox/visible_files.py",
+        "sandbox/isolation.py",
         'f"{sys.prefix}/pyvenv.cfg"',
         "sys.prefix",
         0,
@@ -558,7 +558,7 @@ FAULTS = [
     Fault(
         "terminal-text",
         "text of models reaches a terminal without what a terminal acts on",
-        "sandbox/foreign_text.py",
+        "sandbox/foreign_files.py",
         "text = _SUSPECT.sub(_shown, text)",
         "text = str(text)",
         0,

@@ -25,7 +25,7 @@ from hpcrl.data.source import Dropped, FileSource, Source, SyntheticSource
 from hpcrl.data.source_files import find_files, read_rows, sha256, summary
 from hpcrl.data.split import RowCollector, Split, hold_out
 from hpcrl.runtime.exits import InputError
-from hpcrl.sandbox.foreign_text import writable
+from hpcrl.sandbox.foreign_files import writable
 from hpcrl.sandbox.new_files import draft_of
 
 SPLITS = ("train", "val")

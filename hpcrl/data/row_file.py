@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcrl.runtime.exits import InputError
-from hpcrl.sandbox.foreign_text import writable
+from hpcrl.sandbox.foreign_files import writable
 
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpcrl.observe.read.token_text import TokenText
-from hpcrl.sandbox.foreign_text import printable
+from hpcrl.sandbox.foreign_files import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.observe.read.token_text import check_growth
 from hpcrl.runtime.exits import InputError
-from hpcrl.sandbox.foreign_files import ForeignFileError, check_folder, read_json
-from hpcrl.sandbox.foreign_text import printable
+from hpcrl.sandbox.foreign_files import ForeignFileError, check_folder, printable, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

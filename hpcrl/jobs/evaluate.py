@@ -18,7 +18,7 @@ from hpcrl.run.start import set_aside
 from hpcrl.run.validation import Validator
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.job import run_directory
-from hpcrl.runtime.json_file import replace_json
+from hpcrl.sandbox.new_files import replace_json
 
 if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller

@@ -27,10 +27,9 @@ from hpcrl.run.start import Start, find_start
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.job import run_directory
-from hpcrl.runtime.json_file import replace_json
 from hpcrl.runtime.run_folder import make_directory
 from hpcrl.sandbox.foreign_files import read_json
-from hpcrl.sandbox.new_files import draft_of, open_to_append
+from hpcrl.sandbox.new_files import draft_of, open_to_append, replace_json
 
 log = logging.getLogger(__name__)
 

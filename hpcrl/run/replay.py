@@ -29,8 +29,8 @@ from hpcrl.run.run import versions
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
-from hpcrl.runtime.json_file import replace_json
 from hpcrl.sandbox.foreign_files import MOST_CONFIG, read_json, read_text
+from hpcrl.sandbox.new_files import replace_json
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run

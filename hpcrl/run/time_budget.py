@@ -21,7 +21,7 @@ import psutil
 from hpcrl.observe.record.progress import PhaseTimers, duration
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.json_file import read_json, replace_json
+from hpcrl.sandbox.new_files import read_json, replace_json
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 from hpcrl.runtime import run_owner
-from hpcrl.runtime.json_file import read_json
-from hpcrl.sandbox.foreign_text import ERRORS, printable
+from hpcrl.sandbox.foreign_files import ERRORS, printable
+from hpcrl.sandbox.new_files import read_json
 from hpcrl.sandbox.process_tree import STOP_SIGNALS
 
 LOG, RECORD = "logs/events.log", "logs/events.jsonl"  # output of the commands; a line for each that has run

@@ -16,7 +16,7 @@ from typing import NoReturn
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.launcher import is_first_launched, launched_rank
 from hpcrl.sandbox import fork_server
-from hpcrl.sandbox.foreign_text import printable, writable
+from hpcrl.sandbox.foreign_files import printable, writable
 
 DONE = 0
 OTHER = 1

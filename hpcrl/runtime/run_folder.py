@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.run_owner import say
-from hpcrl.sandbox.foreign_text import printable
+from hpcrl.sandbox.foreign_files import printable
 
 PRIVATE, GROUP_READABLE = 0o077, 0o027  # umasks of run.group_readable
 MOST_LINKS = 40  # on the way to a folder, as in Linux

@@ -35,7 +35,7 @@ from typing import NamedTuple, NoReturn
 
 from hpcrl.runtime.launcher import SQUEUE_TIMEOUT, node_name
 from hpcrl.sandbox import foreign_files, fork_server
-from hpcrl.sandbox.process_identity import boot_id, pid_namespace, process_runs, started_at
+from hpcrl.sandbox.process_tree import boot_id, pid_namespace, process_runs, started_at
 
 FOLDER = "owner"  # below the run directory
 HEARTBEATS_TO_TAKE = 3.0  # without a change of the counter: the owner has ended

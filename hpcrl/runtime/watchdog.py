@@ -20,7 +20,7 @@ from hpcrl.runtime import exits, rank_status, run_owner
 from hpcrl.runtime.launcher import format_spans, node_name
 from hpcrl.runtime.mpi import wait_time
 from hpcrl.runtime.rank_status import Heartbeat, Peers, PeerStatus, RankStatus
-from hpcrl.sandbox.foreign_text import ERRORS, printable, writable
+from hpcrl.sandbox.foreign_files import ERRORS, printable, writable
 
 LONGEST_STACKS = 20_000  # characters of one rank's stack traces in the report
 

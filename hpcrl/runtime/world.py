@@ -29,7 +29,7 @@ from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.stop_requests import StopRequests
 from hpcrl.runtime.store import C10dStore, listening_host
 from hpcrl.sandbox import fork_server
-from hpcrl.sandbox.foreign_text import ERRORS, printable
+from hpcrl.sandbox.foreign_files import ERRORS, printable
 
 if TYPE_CHECKING:
     import torch

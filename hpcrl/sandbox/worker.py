@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from hpcrl.sandbox import process_tree
-from hpcrl.sandbox.foreign_text import ERRORS
+from hpcrl.sandbox.foreign_files import ERRORS
 from hpcrl.sandbox.isolation import remove_folder
 
 TICK_SECONDS = 0.2  # between two counts of the processes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpcrl.runtime.json_file import read_json, replace_json
+from hpcrl.sandbox.new_files import read_json, replace_json
 
 CHAIN_FILE = "chain.json"
 

@@ -17,8 +17,8 @@ from hpcrl.observe.read.runlog import last_rows
 from hpcrl.observe.record.progress import duration
 from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import ArgumentParser, InputError
-from hpcrl.runtime.json_file import read_json
-from hpcrl.sandbox.foreign_text import printable
+from hpcrl.sandbox.foreign_files import printable
+from hpcrl.sandbox.new_files import read_json
 from hpcrl.slurm import chain
 from hpcrl.slurm.chain import Link
 from hpcrl.slurm.template import INSIDE_RUN

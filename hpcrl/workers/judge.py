@@ -35,8 +35,7 @@ from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
-from hpcrl.sandbox.foreign_files import read_text
-from hpcrl.sandbox.foreign_text import writable
+from hpcrl.sandbox.foreign_files import read_text, writable
 from hpcrl.workers.model_worker import DTYPES
 from hpcrl.workers.rollout import native_engine
 from hpcrl.workers.scorer import response_text, responses_of

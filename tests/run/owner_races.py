@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.runtime import run_owner
-from hpcrl.sandbox.process_identity import process_runs
+from hpcrl.sandbox.process_tree import process_runs
 from tests.run.small_run import write_config
 from tests.slurm.small_ppo import lines
 

@@ -16,7 +16,7 @@ import pytest
 
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.run_owner import OwnedError, Owner, newest, runs, take
-from hpcrl.sandbox.process_identity import process_runs
+from hpcrl.sandbox.process_tree import process_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ STARTER = """
 import os, random, signal, sys, time
 from pathlib import Path
 from hpcrl.runtime import run_owner
-from hpcrl.sandbox.process_identity import started_at
+from hpcrl.sandbox.process_tree import started_at
 
 seconds, is_killed = float(sys.argv[1]), sys.argv[2] == "killed"
 inside, draw = Path("inside"), random.Random(os.getpid())

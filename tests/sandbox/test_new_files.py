@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.run.inference import GenerationFile
-from hpcrl.runtime.json_file import replace_json
-from hpcrl.sandbox.new_files import create_in_place, draft_of, open_to_append
+from hpcrl.sandbox.new_files import create_in_place, draft_of, open_to_append, replace_json
 from tests.other_user import as_other_user, needs_other_user, shared  # noqa: F401  # fixture
 
 
@@ -29,7 +28,7 @@ def test_a_draft_replaces_the_file_or_the_link_and_goes_after_an_error(tmp_path:
 
 
 def test_a_device_is_written_to(tmp_path: Path) -> None:
-    program = "from hpcrl.runtime.json_file import *; replace_json(Path('/dev/stdout'), {'a': 1})"
+    program = "from hpcrl.sandbox.new_files import *; replace_json(Path('/dev/stdout'), {'a': 1})"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert printed == '{\n "a": 1\n}\n' and Path("/dev/stdout").is_symlink()
 

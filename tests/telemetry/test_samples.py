@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from hpcrl.observe.read.samples import StepArchive, read_step_samples, recorded_steps
 from hpcrl.observe.read.token_text import TokenText
 from hpcrl.observe.record.archive import ArchiveError, step_path
-from hpcrl.sandbox.foreign_text import printable
+from hpcrl.sandbox.foreign_files import printable
 from tests.telemetry.recorded_run import END, byte_level, sentence_piece, word_level, write_config, write_step
 
 ROOT = Path(__file__).parents[2]

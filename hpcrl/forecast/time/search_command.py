@@ -26,8 +26,7 @@ from hpcrl.forecast.time.table import lengths_of, limits
 from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
-from hpcrl.runtime.json_file import read_json
-from hpcrl.sandbox.new_files import draft_of
+from hpcrl.sandbox.new_files import draft_of, read_json
 
 OBJECTIVES = ("step", "walltime", "node-hours")
 MODES: tuple[Mode, ...] = get_args(Mode)

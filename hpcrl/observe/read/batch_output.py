@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.observe.read.rank_logs import shorten
-from hpcrl.runtime.json_file import read_json
 from hpcrl.sandbox.foreign_files import open_file
+from hpcrl.sandbox.new_files import read_json
 
 MOST_BYTES = 16 * 2**20  # of one file: its end
 

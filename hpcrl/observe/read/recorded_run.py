@@ -27,8 +27,8 @@ from hpcrl.observe.read.samples import recorded_steps
 from hpcrl.observe.read.token_text import read_config
 from hpcrl.runtime import rank_status
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.json_file import read_json
 from hpcrl.sandbox.foreign_files import is_folder, left_out, parse_json, read_text
+from hpcrl.sandbox.new_files import read_json
 
 KNOWN = ("metrics.jsonl", "tensorboard", "config.yaml", "logs", "rollouts", "exit.json", "checkpoints")
 VERDICT = "verdict.md"  # of hpcrl.runtime.watchdog, which imports mpi4py

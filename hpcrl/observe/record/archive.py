@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgpack
 import numpy as np
 
-from hpcrl.sandbox.foreign_files import ForeignFileError, named, open_file, read_bytes
-from hpcrl.sandbox.foreign_text import ERRORS
+from hpcrl.sandbox.foreign_files import ERRORS, ForeignFileError, named, open_file, read_bytes
 
 if TYPE_CHECKING:
     import h5py

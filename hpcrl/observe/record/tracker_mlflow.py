@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.observe.record.trackers import Row, Status, TrackedRun
-from hpcrl.sandbox.foreign_text import writable
+from hpcrl.sandbox.foreign_files import writable
 
 FOLDER = "mlflow"
 DATABASE = "mlflow.db"

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from hpcrl.sandbox import fork_server, process_tree
-from hpcrl.sandbox.foreign_text import ERRORS, writable
+from hpcrl.sandbox.foreign_files import ERRORS, writable
 from hpcrl.sandbox.worker import describe
 
 log = logging.getLogger(__name__)

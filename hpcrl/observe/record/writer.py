@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.observe.record.archive import fsync
-from hpcrl.sandbox.foreign_text import writable
+from hpcrl.sandbox.foreign_files import writable
 from hpcrl.sandbox.new_files import draft_of
 
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
-from hpcrl.sandbox.foreign_text import printable
+from hpcrl.sandbox.foreign_files import printable
 from hpcrl.sandbox.new_files import draft_of
 
 

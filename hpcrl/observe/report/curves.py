@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hpcrl.observe.read.runlog import RunError, RunLog, choose_keys, read_runs
 from hpcrl.observe.read.seeds import SeedMean, over_seeds
-from hpcrl.sandbox.foreign_text import printable, take_any_text
+from hpcrl.sandbox.foreign_files import printable, take_any_text
 from hpcrl.sandbox.new_files import draft_of
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#5F5F5F")

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpcrl.sandbox.foreign_text import ERRORS, printable
+from hpcrl.sandbox.foreign_files import ERRORS, printable
 
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uPlot.min.css", "page.css")

@@ -23,8 +23,7 @@ from hpcrl.observe.read.samples import FOLDER, Sample, read_step_samples, record
 from hpcrl.observe.read.untrusted_hdf5 import column, member
 from hpcrl.observe.record.archive import ArchiveError, open_archive, step_path
 from hpcrl.observe.report.charts import evenly_spaced, number
-from hpcrl.sandbox.foreign_files import ForeignFileError
-from hpcrl.sandbox.foreign_text import ERRORS
+from hpcrl.sandbox.foreign_files import ERRORS, ForeignFileError
 
 MOST_STEPS = 32
 BEST, WORST, RANDOM = 2, 2, 4  # samples of a step

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
-from hpcrl.sandbox.foreign_files import is_folder, read_bytes
-from hpcrl.sandbox.foreign_text import printable
+from hpcrl.sandbox.foreign_files import is_folder, printable, read_bytes
 
 if TYPE_CHECKING:
     from hpcrl.observe.read.samples import Sample, StepArchive

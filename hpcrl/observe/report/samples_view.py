@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hpcrl.observe.read.samples import Sample
 from hpcrl.observe.report.paired_samples import PromptPair
-from hpcrl.sandbox.foreign_text import printable
+from hpcrl.sandbox.foreign_files import printable
 
 CUT = 4000  # characters of a text that are shown
 POSITIVE, NEGATIVE, NEUTRAL = (26, 127, 55), (207, 34, 46), (154, 103, 0)  # background at full strength

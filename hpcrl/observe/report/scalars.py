@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hpcrl.observe.read.runlog import RunError, RunLog, choose_keys, read_runs
-from hpcrl.sandbox.foreign_text import printable, take_any_text
+from hpcrl.sandbox.foreign_files import printable, take_any_text
 
 STATISTICS = ("first", "last", "min", "max", "mean10")
 Table = list[list[str]]  # the first row is the header

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from hpcrl.observe.read.runlog import RunError, RunLog, read_run
 from hpcrl.observe.record.progress import duration
 from hpcrl.observe.report.scalars import Table, layout, number
-from hpcrl.sandbox.foreign_text import printable, take_any_text
+from hpcrl.sandbox.foreign_files import printable, take_any_text
 
 VALIDATION = "val-core/"
 

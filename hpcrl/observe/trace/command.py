@@ -14,7 +14,7 @@ from hpcrl.observe.trace.perfetto import Event, Timeline, phases_of
 from hpcrl.observe.trace.reader import TraceFiles, format_steps, stragglers_of
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
-from hpcrl.sandbox.foreign_text import ERRORS, printable
+from hpcrl.sandbox.foreign_files import ERRORS, printable
 from hpcrl.sandbox.new_files import draft_of
 
 DESCRIPTION = "What every rank did in a step, as a file for https://ui.perfetto.dev."
