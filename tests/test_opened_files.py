@@ -75,7 +75,7 @@ LISTENERS = {  # module -> how many places, and what listens; docs/security.md s
     "run/rollouts/streaming.py": (1, "nothing: the controller's own method"),
     "runtime/gpus.py": (2, "nothing: CPUs of a process"),
     "machine/listeners.py": (1, "nothing: describes a socket"),
-    "runtime/rank_connections.py": (1, "rank 0, for the ranks that have the secret"),
+    "runtime/key_value_store.py": (1, "rank 0, for the ranks that have the secret"),
     "runtime/store.py": (3, "rank 0, for torch's store; the other ranks connect to it"),
     "runtime/world.py": (1, "gloo and NCCL, as torch opens them"),
 }

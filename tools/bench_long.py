@@ -21,7 +21,7 @@ from hpcrl.kernels.onednn import use_onednn
 from hpcrl.rollout.engines.native.attention import DecodeAttention
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
-from hpcrl.runtime.heap import keep_freed_memory
+from hpcrl.runtime.world import keep_freed_memory
 
 NUM_PROMPTS, SAMPLES, PROMPT_TOKENS = 64, 4, 32
 MEBI = 2**20

@@ -33,7 +33,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
-from hpcrl.runtime.heap import keep_freed_memory
+from hpcrl.runtime.world import keep_freed_memory
 
 SHAPE = ModelShape(
     num_layers=4,

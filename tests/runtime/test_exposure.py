@@ -49,7 +49,7 @@ def test_two_modules_listen() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in calls:
                 found.add(path.relative_to(package).as_posix())
-    assert found == {"runtime/rank_connections.py", "runtime/store.py"}
+    assert found == {"runtime/key_value_store.py", "runtime/store.py"}
 
 
 @pytest.mark.slow

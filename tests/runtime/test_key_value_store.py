@@ -15,9 +15,19 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from hpcrl.runtime import rank_connections
-from hpcrl.runtime.key_value_store import LENGTH, MOST_BYTES, Connection, KeyValueStore, Values, pack, serve
-from hpcrl.runtime.rank_connections import SECRET_BYTES, RankListener, connect
+from hpcrl.runtime import key_value_store
+from hpcrl.runtime.key_value_store import (
+    LENGTH,
+    MOST_BYTES,
+    SECRET_BYTES,
+    Connection,
+    KeyValueStore,
+    RankListener,
+    Values,
+    connect,
+    pack,
+    serve,
+)
 from hpcrl.runtime.sockets import Address
 from tests.other_user import NAME, second_user
 
@@ -96,13 +106,13 @@ def test_connections_without_the_secret_change_nothing(attacks: list[str], caplo
     stores[0].set("stop", "SIGUSR1 on rank 1")
     assert [store.get("stop") for store in (zero.store, *stores)] == ["SIGUSR1 on rank 1"] * 4
     lines = [record.getMessage() for record in caplog.records]
-    assert 1 <= len(lines) <= rank_connections.MOST_WARNINGS + 1
+    assert 1 <= len(lines) <= key_value_store.MOST_WARNINGS + 1
     if attacks != ["half a secret"]:  # it has left
         assert "from 127.0.0.1:" in lines[0] and f"(user {NAME})" in "".join(lines)
 
 
 def test_a_connection_that_sends_nothing_is_closed_while_ranks_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_connections, "SECRET_SECONDS", 0.2)
+    monkeypatch.setattr(key_value_store, "SECRET_SECONDS", 0.2)
     zero = RankZero(2)
     zero.start()
     for _ in range(3):
