@@ -641,7 +641,7 @@ FAULTS = [
     Fault(
         "device-wait",
         "the host does not wait for a micro-batch's transfer",
-        "batch/transfer.py",
+        "batch/ragged.py",
         "non_blocking=True",
         "non_blocking=False",
         2,

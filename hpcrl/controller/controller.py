@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import Columns, DataProto, LocalColumn
+from hpcrl.batch.packing import balanced_assignment
 from hpcrl.controller.busy import BusyReport
 from hpcrl.controller.columns import Block, Location, PlacedColumn, Read, Shares, ranks_in, rows_of_each
 from hpcrl.controller.executor import (

@@ -17,9 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from hpcrl.batch.packing import micro_batches
-from hpcrl.batch.ragged import Ragged
-from hpcrl.batch.tensors import padded_places
-from hpcrl.batch.transfer import moved
+from hpcrl.batch.ragged import Ragged, moved, padded_places
 from hpcrl.engine.pictures import packed_pictures, tokens_of_towers
 from hpcrl.model.blocks.router import NOT_RECORDED, Routing
 from hpcrl.model.packed import PackedTokens, pack, places, tokens_of

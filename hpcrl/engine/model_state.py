@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from hpcrl.batch.balance import balanced_assignment
+from hpcrl.batch.packing import balanced_assignment
 from hpcrl.model.build import named_parameters
 from hpcrl.model.params import OUTPUT_LAYER, SCALAR_HEADS, Head
 

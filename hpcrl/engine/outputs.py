@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.batch.transfer import to_device
+from hpcrl.batch.ragged import to_device
 from hpcrl.engine.microbatch import MicroBatch, OutputGather
 from hpcrl.kernels.linear_log_prob import HeadOutputs, linear_log_probs
 from hpcrl.kernels.vocabulary import SplitSoftmax, vocab_parallel_topk_ids

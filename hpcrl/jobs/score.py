@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.packing import balanced_assignment
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.loader import quoted_path
 from hpcrl.config.paths import PathStr

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.packing import balanced_assignment
 from hpcrl.config.derive import RoleLayouts, check_budget
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms

@@ -164,7 +164,7 @@ class PackedTokens(PackedSeqParams):
         return self.rope(self.rope_positions)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> PackedTokens:
-        """Return a copy with `move` of each index tensor; see `hpcrl.batch.transfer.moved`."""
+        """Return a copy with `move` of each index tensor; see `hpcrl.batch.ragged.moved`."""
         tensors: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         found: PackedTokens = replace(
             self,

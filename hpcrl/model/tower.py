@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hpcrl.batch.balance import balanced_assignment
+from hpcrl.batch.packing import balanced_assignment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

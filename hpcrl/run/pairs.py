@@ -10,8 +10,8 @@ import numpy as np
 from pydantic import Field
 
 from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss
-from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.packing import balanced_assignment
 from hpcrl.config.derive import RoleLayouts, check_budget
 from hpcrl.config.placement import place
 from hpcrl.config.roles import RoleSpec

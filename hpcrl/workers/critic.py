@@ -10,7 +10,7 @@ from hpcrl.algorithms.aggregation import LossNorm, agg_loss
 from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.algorithms.value_loss import value_loss
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.tensors import TensorBatch, training_mask
+from hpcrl.batch.ragged import TensorBatch, training_mask
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import CRITIC
 from hpcrl.config.schema import Config

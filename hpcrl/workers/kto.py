@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, MeanDifference, Metric, Sum
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.tensors import TensorBatch
+from hpcrl.batch.ragged import TensorBatch
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.workers.model_worker import SEQUENCE
 from hpcrl.workers.preference import PreferenceActorWorker, of_validation, summed

@@ -13,7 +13,7 @@ from hpcrl.algorithms.metrics import Mean, Metric, Sum, to_floats
 from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogps
 from hpcrl.algorithms.statistics import rollout_log_prob_statistics
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.tensors import TensorBatch, training_mask
+from hpcrl.batch.ragged import TensorBatch, training_mask
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.batch.balance import balanced_assignment, karmarkar_karp
+from hpcrl.batch.packing import balanced_assignment, karmarkar_karp
 
 weights_lists = st.lists(st.integers(0, 1000), max_size=40)
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged
-from hpcrl.batch.tensors import TensorBatch
+from hpcrl.batch.ragged import Ragged, TensorBatch
 
 
 def make_batch() -> DataProto:

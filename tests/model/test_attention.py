@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from hpcrl.batch.transfer import moved
+from hpcrl.batch.ragged import moved
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.model.blocks.attention import PackedAttention
 from hpcrl.model.blocks.rope import rope_cos_sin

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged
-from hpcrl.batch.tensors import TensorBatch
+from hpcrl.batch.ragged import Ragged, TensorBatch
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config, MoeConfig, OptimConfig
 from hpcrl.engine.checkpoint.sharded_save import SavedPart, ShardedSave, describe

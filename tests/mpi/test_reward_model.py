@@ -15,8 +15,7 @@ import torch
 
 from hpcrl.algorithms.value_loss import bradley_terry_loss
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged
-from hpcrl.batch.tensors import TensorBatch
+from hpcrl.batch.ragged import Ragged, TensorBatch
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.controller import Controller, run_program
 from hpcrl.engine.checkpoint.store import load_path

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.tensors import TensorBatch
+from hpcrl.batch.ragged import TensorBatch
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, run_program

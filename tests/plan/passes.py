@@ -7,8 +7,7 @@ import torch
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.pictures import PictureColumn, PicturePlaces
-from hpcrl.batch.ragged import Ragged
-from hpcrl.batch.tensors import TensorBatch
+from hpcrl.batch.ragged import Ragged, TensorBatch
 from hpcrl.forecast.memory.activations import Pass
 from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.model.vision import Vision

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.packing import balanced_assignment
 from hpcrl.batch.pictures import PictureColumn
 from hpcrl.config.derive import check
 from hpcrl.data.media import MediaItem

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged
-from hpcrl.batch.tensors import TensorBatch
+from hpcrl.batch.ragged import Ragged, TensorBatch
 from hpcrl.config.schema import OptimConfig, TransformerEngineConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.rollout.engines.native.engine import NativeEngine

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.packing import mini_batch_of
+from hpcrl.batch.packing import balanced_assignment, mini_batch_of
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import replica_column
