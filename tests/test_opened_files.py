@@ -29,7 +29,7 @@ ELSEWHERE = {  # module -> how many places, and which files
     "engine/checkpoint/store.py": (1, "flushed, not read"),
     "cli.py": (1, OWN),
     "config/yaml_core.py": (1, "text that was read"),
-    "controller/profiler.py": (2, MADE),
+    "controller/busy.py": (2, MADE),
     "data/images.py": (1, CHECKED),
     "data/judge_prompts.py": (1, USERS),
     "data/pictures.py": (1, f"{USERS}: a regular file"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hpcrl.controller.profiler import Profiler
+from hpcrl.controller.busy import Profiler
 
 
 def test_a_full_disk_costs_the_trace_and_leaves_nothing(tmp_path: Path) -> None:
