@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.data.chat import messages_of
-from hpcrl.data.encoding import encode_texts, split_end
 from hpcrl.data.prompts import TOKENISE_ROWS, PromptDataset
 from hpcrl.data.rendering import missing_part
 from hpcrl.data.row_file import spread
-from hpcrl.data.tokenizer import end_token_ids
+from hpcrl.data.tokenizer import encode_texts, end_token_ids, split_end
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

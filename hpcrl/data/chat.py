@@ -1,19 +1,145 @@
-"""Conversations as text, by a chat template."""
+"""Conversations as text, by a chat template, within limits of time and memory.
+
+Templates come with models of other people. transformers renders them in a sandbox that reaches nothing, but their
+nested loops and long strings may take for ever.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpcrl.data.encoding import encodable
-from hpcrl.data.template_limits import within_limits
+from hpcrl.data.tokenizer import encodable
 from hpcrl.runtime.exits import InputError, folded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+
+T = TypeVar("T")
+
+SECONDS = 10.0  # of the CPU, for one conversation
+# Bytes of its own that the process may grow by meanwhile, in all threads: more than one takes at once. What devices map
+# does not count (RLIMIT_DATA).
+MEMORY = 4 << 30
+MOST_CHARACTERS = 1 << 26  # of the text of one conversation
+_POLL = 0.25  # seconds
+_IDLE = 40  # polls without a rendering after which the thread that watches ends
+_FRESH = 0.01  # seconds for which the measured size of the process counts
+
+_lock = threading.Lock()
+_running: dict[int, int] = {}  # thread -> number of its rendering
+_numbers = itertools.count()
+_is_watched = False
+_ceiling, _measured = 0, float("-inf")  # bytes that are allowed, and when they were computed
+_usual = resource.getrlimit(resource.RLIMIT_DATA)
+
+
+class TemplateLimit(Exception):
+    """A chat template that takes too long, or too much memory."""
+
+    def __init__(self, why: str | None = None) -> None:  # None: raised by `_interrupt`
+        super().__init__(why or f"it needs more than {SECONDS:g} s")
+
+
+def within_limits(template: str | Mapping[str, str] | None, render: Callable[[], T]) -> T:
+    """Call `render`, which renders one conversation with the template, or one of several. Raises TemplateLimit.
+
+    Python cannot interrupt a single operation, such as a power or a comparison of lists. Of these only powers are
+    found, and raise before `render` is called. Costs 3 us.
+    """
+    for text in template.values() if isinstance(template, Mapping) else (template,):
+        if text is not None and _has_power(text):
+            raise TemplateLimit("it computes a power (**); expected a template that needs none")
+    thread = threading.get_ident()
+    _enter(thread)
+    try:
+        found = render()
+    except MemoryError:
+        raise TemplateLimit(f"it needs more than {MEMORY >> 30} GiB of memory") from None
+    finally:
+        try:
+            _leave(thread)
+        except TemplateLimit:  # it came late
+            _leave(thread)
+            raise
+    if isinstance(found, str) and len(found) > MOST_CHARACTERS:
+        raise TemplateLimit(f"its text has {len(found)} characters; expected at most {MOST_CHARACTERS}")
+    return found
+
+
+@lru_cache(maxsize=32)
+def _has_power(text: str) -> bool:
+    from jinja2 import Environment, TemplateSyntaxError
+
+    with suppress(TemplateSyntaxError):  # `render` raises it
+        return any(kind == "operator" and value == "**" for _, kind, value in Environment().lex(text))
+    return False
+
+
+def _enter(thread: int) -> None:
+    global _is_watched, _ceiling, _measured, _usual
+    with _lock:
+        if not _is_watched:
+            threading.Thread(target=_watch, name="templates", daemon=True).start()
+            _is_watched = True
+        if not _running:
+            if (now := time.monotonic()) - _measured > _FRESH:
+                _ceiling, _measured, _usual = _size() + MEMORY, now, resource.getrlimit(resource.RLIMIT_DATA)
+            if _usual[0] == resource.RLIM_INFINITY or _usual[0] > _ceiling:
+                resource.setrlimit(resource.RLIMIT_DATA, (_ceiling, _usual[1]))
+        _running[thread] = next(_numbers)
+
+
+def _leave(thread: int) -> None:
+    with _lock:
+        _running.pop(thread, None)
+        if not _running:
+            resource.setrlimit(resource.RLIMIT_DATA, _usual)
+
+
+def _size() -> int:
+    """Bytes of this process's memory to which RLIMIT_DATA applies."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read(128).split()[5]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _watch() -> None:
+    """Raise TemplateLimit in threads whose rendering has taken too long."""
+    global _is_watched
+    seen: dict[int, tuple[int, float]] = {}  # thread -> its rendering and its CPU time when it was first seen
+    last, idle = -1, 0
+    while True:
+        time.sleep(_POLL)
+        with _lock:
+            newest = max(_running.values(), default=last)
+            idle = 0 if _running or newest != last else idle + 1
+            last = newest
+            if idle > _IDLE:
+                _is_watched = False
+                return
+            for thread, number in _running.items():
+                used = time.clock_gettime(time.pthread_getcpuclockid(thread))
+                if seen.get(thread, (-1, 0.0))[0] != number:
+                    seen[thread] = number, used
+                elif used - seen[thread][1] > SECONDS:
+                    _interrupt(thread)
+
+
+def _interrupt(thread: int) -> None:
+    import ctypes
+
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TemplateLimit))
+
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpcrl.data.duplicates import NUM_WORDS, THRESHOLD, find_duplicates, picture_key, prompt_text
 from hpcrl.data.prepare import draw_rows, prepare_files, write
 from hpcrl.data.row_file import RowFile, columns_of
-from hpcrl.data.sampled_pairs import pairs_of_samples
 from hpcrl.data.source import FileSource, Source, load_source, source_names
+from hpcrl.data.split import pairs_of_samples
 from hpcrl.runtime import exits
 from hpcrl.runtime.launcher import is_first_launched
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from hpcrl.data.chat import ChatTemplate, messages_of
-from hpcrl.data.encoding import encodable, encode_texts, split_end
 from hpcrl.data.media import FileMedia, Located, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import TOKENISE_ROWS
 from hpcrl.data.rendering import Rendering
 from hpcrl.data.row_file import RowFile, spread
-from hpcrl.data.tokenizer import end_token_ids
+from hpcrl.data.tokenizer import encodable, encode_texts, end_token_ids, split_end
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

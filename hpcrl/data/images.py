@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from hpcrl.data.pictures import BadImage, as_png, limits_of, open_picture
+from hpcrl.data.pictures import BadImage, Video, as_png, frame_limits, limits_of, open_picture, video_of
 from hpcrl.data.tokenizer import own_code
-from hpcrl.data.video import Video, frame_limits, video_of
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import check_folder, read_json

@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcrl.data.chat import ChatTemplate
-from hpcrl.data.encoding import encode_texts
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.data.tokenizer import load_tokenizer
+from hpcrl.data.tokenizer import encode_texts, load_tokenizer
 from hpcrl.rewards.judge import Criterion, Judging, Sample, criteria_of, text_of, without_specials
 from hpcrl.runtime.exits import InputError
 

@@ -21,8 +21,7 @@ from hpcrl.data.duplicates import (
     find_duplicates,
     prompt_text,
 )
-from hpcrl.data.source import Dropped, FileSource, Source, SyntheticSource
-from hpcrl.data.source_files import find_files, read_rows, sha256, summary
+from hpcrl.data.source import Dropped, FileSource, Source, SyntheticSource, find_files, read_rows, sha256, summary
 from hpcrl.data.split import RowCollector, Split, hold_out
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import writable

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcrl.data.chat import ChatTemplate, messages_of
-from hpcrl.data.encoding import encode_texts
 from hpcrl.data.media import FileMedia, Located, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.row_file import ROWS_PER_BATCH, RowFile, short_names, spread
+from hpcrl.data.tokenizer import encode_texts
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

@@ -22,10 +22,9 @@ from hpcrl.config.schema import Config, OptimConfig, ValKwargs
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.conversations import Turns
-from hpcrl.data.picture_index import tower_tokens
+from hpcrl.data.image_loader import tower_tokens
 from hpcrl.data.row_file import columns_of
-from hpcrl.data.sft import SftDataset, has_targets
-from hpcrl.data.supervision import Supervised
+from hpcrl.data.supervision import SftDataset, Supervised, has_targets
 from hpcrl.rollout.environments.tools import data_config
 from hpcrl.run.calls import metrics_of
 from hpcrl.run.job import SupervisedConfig, SupervisedJob

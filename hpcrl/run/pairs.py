@@ -19,7 +19,7 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset
-from hpcrl.data.picture_index import tower_tokens
+from hpcrl.data.image_loader import tower_tokens
 from hpcrl.data.supervision import Supervised
 from hpcrl.run.calls import metrics_of
 from hpcrl.run.job import SupervisedConfig, SupervisedJob

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcrl.batch.pictures import Picture, PictureColumn, PicturePlaces
+from hpcrl.data.image_loader import index_pictures
 from hpcrl.data.images import Source
-from hpcrl.data.picture_index import index_pictures
 from hpcrl.engine.pictures import tokens_of_towers
 from hpcrl.model.sizes import tower_flops
 from hpcrl.rollout.engines.native.engine import NativeEngine

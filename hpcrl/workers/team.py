@@ -16,7 +16,7 @@ from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.image_loader import Dataset, ImageLoader
 from hpcrl.data.judge_prompts import JudgePrompts
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.data.sft import SftDataset
+from hpcrl.data.supervision import SftDataset
 from hpcrl.data.tokenizer import has_tokenizer, load_tokenizer, token_ids, tokenizer_of
 from hpcrl.model.architecture import check_longest
 from hpcrl.model.hf_directory import shape_of

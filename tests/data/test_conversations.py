@@ -15,7 +15,7 @@ import pytest
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.conversations import Conversations
 from hpcrl.data.row_file import RowFile
-from hpcrl.data.sft import SftDataset
+from hpcrl.data.supervision import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.runtime.exits import InputError
 

@@ -31,7 +31,7 @@ from hpcrl.data.images import ImageProcessor, Limits
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.row_file import RowFile
-from hpcrl.data.sft import SftDataset
+from hpcrl.data.supervision import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError

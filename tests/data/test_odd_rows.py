@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset, LabelledDataset
-from hpcrl.data.encoding import encode_texts
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.data.sft import SftDataset
+from hpcrl.data.supervision import SftDataset
+from hpcrl.data.tokenizer import encode_texts
 from hpcrl.rewards.registry import check_ground_truth
 from hpcrl.runtime.exits import InputError
 

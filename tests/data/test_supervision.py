@@ -15,8 +15,7 @@ import pytest
 from hpcrl import cli
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.answers import AnswerDataset
-from hpcrl.data.sft import SftDataset
-from hpcrl.data.supervision import Supervised, Supervision
+from hpcrl.data.supervision import SftDataset, Supervised, Supervision
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import TerminalFormatter

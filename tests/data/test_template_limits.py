@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.data import template_limits
-from hpcrl.data.chat import ChatTemplate
-from hpcrl.data.template_limits import TemplateLimit, within_limits
+from hpcrl.data import chat
+from hpcrl.data.chat import ChatTemplate, TemplateLimit, within_limits
 from hpcrl.runtime.exits import InputError
 
 LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
@@ -24,10 +23,10 @@ LATER = "{{ messages[0].content }}{% if messages|length > 1 %}" + LOOP + "{% end
 
 @pytest.fixture(autouse=True)
 def few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "SECONDS", 0.1)
-    monkeypatch.setattr(template_limits, "_POLL", 0.02)
-    monkeypatch.setattr(template_limits, "MEMORY", 1 << 28)
-    monkeypatch.setattr(template_limits, "_measured", float("-inf"))
+    monkeypatch.setattr(chat, "SECONDS", 0.1)
+    monkeypatch.setattr(chat, "_POLL", 0.02)
+    monkeypatch.setattr(chat, "MEMORY", 1 << 28)
+    monkeypatch.setattr(chat, "_measured", float("-inf"))
 
 
 def render(tokenizer: Any, template: str, num: int = 2) -> str:
@@ -42,7 +41,7 @@ def test_a_template_that_takes_too_long(tokenizer: Any, template: str) -> None:
     with pytest.raises(InputError, match=r"^x: row 7: the chat template failed: .*it needs more than") as error:
         render(tokenizer, template)
     assert "\n" not in str(error.value)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == template_limits._usual and not template_limits._running
+    assert resource.getrlimit(resource.RLIMIT_DATA) == chat._usual and not chat._running
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_a_power_is_not_computed(tokenizer: Any, template: str) -> None:
 
 
 def test_a_long_text(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(chat, "MOST_CHARACTERS", 1000)
     with pytest.raises(InputError, match="its text has 1001 characters; expected at most 1000"):
         render(tokenizer, "{{ 'x' * 1001 }}")
 
@@ -92,7 +91,7 @@ def test_a_thread_that_waits_is_not_interrupted() -> None:
     thread.start()
     with pytest.raises(TemplateLimit, match="0.1 s"):
         within_limits(None, lambda: sum(1 for _ in iter(int, 1)))
-    assert template_limits._running  # of the other thread
+    assert chat._running  # of the other thread
     ended.set()
     thread.join()
-    assert found == ["True"] and resource.getrlimit(resource.RLIMIT_DATA) == template_limits._usual
+    assert found == ["True"] and resource.getrlimit(resource.RLIMIT_DATA) == chat._usual

@@ -13,8 +13,8 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.packing import balanced_assignment
 from hpcrl.batch.pictures import PictureColumn
 from hpcrl.config.derive import check
+from hpcrl.data.image_loader import tower_tokens
 from hpcrl.data.media import MediaItem
-from hpcrl.data.picture_index import tower_tokens
 from hpcrl.engine.pictures import tokens_of_towers
 from hpcrl.jobs.sft import Sft
 from hpcrl.jobs.train import Train

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from hpcrl.data.chat import within_limits
 from hpcrl.data.images import Entry, Kind, Source
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import truncate
-from hpcrl.data.template_limits import within_limits
 from hpcrl.rollout.protocol import (
     Completion,
     FinishReason,
