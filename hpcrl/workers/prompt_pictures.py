@@ -12,7 +12,7 @@ import numpy as np
 from hpcrl.batch.pictures import Picture, PictureColumn, PicturePlaces
 from hpcrl.data.image_loader import index_pictures
 from hpcrl.data.images import Source
-from hpcrl.engine.pictures import tokens_of_towers
+from hpcrl.engine.microbatch import tokens_of_towers
 from hpcrl.model.sizes import tower_flops
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, ToolPicture

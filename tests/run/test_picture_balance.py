@@ -15,7 +15,7 @@ from hpcrl.batch.pictures import PictureColumn
 from hpcrl.config.derive import check
 from hpcrl.data.image_loader import tower_tokens
 from hpcrl.data.media import MediaItem
-from hpcrl.engine.pictures import tokens_of_towers
+from hpcrl.engine.microbatch import tokens_of_towers
 from hpcrl.jobs.sft import Sft
 from hpcrl.jobs.train import Train
 from hpcrl.model.families.families import shape_from_hf
