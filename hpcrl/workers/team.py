@@ -22,7 +22,7 @@ from hpcrl.model.architecture import check_longest
 from hpcrl.model.hf_directory import shape_of
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.model.vision_rules import check_towers, check_vision
+from hpcrl.model.vision import check_towers, check_vision
 from hpcrl.rewards.manager import check_rewards
 from hpcrl.rewards.registry import check_ground_truth
 from hpcrl.rollout.environments.tools import data_config

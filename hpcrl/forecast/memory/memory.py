@@ -26,8 +26,7 @@ from hpcrl.model.architecture import check_longest
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token
-from hpcrl.model.vision import Vision
-from hpcrl.model.vision_rules import check_towers, check_vision
+from hpcrl.model.vision import Vision, check_towers, check_vision
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 
