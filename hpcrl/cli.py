@@ -314,9 +314,9 @@ def samples(arguments: list[str]) -> NoReturn:
 
 
 def report(arguments: list[str]) -> NoReturn:
-    from hpcrl.observe.report import command
+    from hpcrl.observe.report import page
 
-    command.main(arguments)
+    page.main(arguments)
 
 
 def trace(arguments: list[str]) -> NoReturn:

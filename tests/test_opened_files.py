@@ -65,7 +65,7 @@ ELSEWHERE = {  # module -> how many places, and which files
     "observe/record/tracker_wandb.py": (1, MADE),
     "observe/record/trackers.py": (2, MADE),
     "observe/record/writer.py": (1, MADE),
-    "observe/trace/clocks.py": (1, PROC),
+    "observe/trace/records.py": (1, PROC),
     "workers/verdict_cache.py": (1, MADE),
 }
 

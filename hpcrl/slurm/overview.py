@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpcrl.observe.read.rank_logs import LEVELS, read_log
+from hpcrl.observe.read.logs import LEVELS, read_log
 from hpcrl.observe.record.progress import duration
 from hpcrl.runtime.exits import InputError
 from hpcrl.slurm import chain

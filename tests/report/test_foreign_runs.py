@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.observe.read.event_files import event_files
-from hpcrl.observe.read.rank_logs import log_files
+from hpcrl.observe.read.attempts import event_files
+from hpcrl.observe.read.logs import log_files
 from hpcrl.observe.read.recorded_run import read_recorded_run
 from hpcrl.observe.read.samples import recorded_steps
-from hpcrl.observe.report.page import json_in_html, render
-from hpcrl.observe.report.page_data import page_data
+from hpcrl.observe.report.page import json_in_html, page_data, render
 from tests.report.stories import NODES, write_run_with_kills, write_samples
 from tests.report.written_runs import metrics, write_config, write_metrics
 

@@ -18,8 +18,7 @@ import pytest
 from hpcrl.observe.read.recorded_run import read_recorded_run, read_recorded_runs
 from hpcrl.observe.read.samples import read_step_samples
 from hpcrl.observe.report.charts import curves_of, evenly_spaced, group_seeds, phases_of
-from hpcrl.observe.report.page import json_in_html
-from hpcrl.observe.report.page_data import page_data
+from hpcrl.observe.report.page import json_in_html, page_data
 from hpcrl.observe.report.sample_choice import SampleChoice, far_apart, pack
 from hpcrl.runtime.exits import write_exit
 from tests.report.stories import (
@@ -247,7 +246,7 @@ def test_a_report_of_a_thousand_steps_is_small_and_quick(tmp_path):
     """Without torch and MPI; times are those of a shared machine, so the bound is the issue's and not the usual."""
     run = write_long_run(tmp_path / "long", 1000, archived=range(100, 1001, 100))
     program = (
-        "import sys; from hpcrl.observe.report.command import write_report; from pathlib import Path\n"
+        "import sys; from hpcrl.observe.report.page import write_report; from pathlib import Path\n"
         f"size = write_report([{str(run)!r}], Path({str(tmp_path / 'r.html')!r}))\n"
         "assert not {'torch', 'mpi4py', 'pydantic', 'matplotlib', 'transformers'} & set(sys.modules)\n"
         # Not ru_maxrss, which counts the process that started this one.

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.observe.read.runlog import read_run, read_runs
-from hpcrl.observe.read.seeds import SeedMean, over_seeds
+from hpcrl.observe.read.runlog import SeedMean, over_seeds, read_run, read_runs
 from hpcrl.observe.record.writer import MetricsWriter
 from hpcrl.observe.report import curves, scalars, summary
 

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.observe.record.archive import read_records
-from hpcrl.observe.trace.clocks import Alignment
 from hpcrl.observe.trace.command import export
 from hpcrl.observe.trace.perfetto import Slice, nested
 from hpcrl.observe.trace.rank_trace import NEWEST, TraceFile, discard_from, discard_other_ranks
 from hpcrl.observe.trace.reader import TraceFiles
-from hpcrl.observe.trace.records import encode, trace_path
+from hpcrl.observe.trace.records import Alignment, encode, trace_path
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.spans import MOST_EVENTS, WAIT, Beside, Counter, Events, Instant, Recorded, SpanRecorder, Transfer
 from tests.telemetry.test_tools import synthetic_rows, write_run

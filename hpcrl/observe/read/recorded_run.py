@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.observe.read.attempts import Attempt, attempts
-from hpcrl.observe.read.batch_output import batch_slices
-from hpcrl.observe.read.event_files import event_files
-from hpcrl.observe.read.rank_logs import (
+from hpcrl.observe.read.attempts import Attempt, attempts, event_files
+from hpcrl.observe.read.logs import (
     LEVELS,
     MOST_BYTES,
     MOST_BYTES_IN_ALL,
     LogLine,
     WarningGroup,
+    batch_slices,
     group_warnings,
     log_files,
     read_log,

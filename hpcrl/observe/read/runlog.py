@@ -1,13 +1,14 @@
-"""Metrics of a run, read back by tools on a login node. No torch, no MPI."""
+"""Metrics of a run, read back by tools on a login node; runs that differ in their seed only, as one. No torch, no MPI."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from hpcrl.sandbox.foreign_files import ForeignFileError, is_folder, open_file, parse_json, read_text
 
@@ -173,3 +174,43 @@ def choose_keys(runs: Iterable[RunLog], pattern: str | None) -> list[str]:
     if not chosen:
         raise RunError(f"--keys {pattern!r} matches none of {len(known)} keys, e.g. {', '.join(sorted(known)[:5])}")
     return chosen
+
+
+@dataclass(frozen=True)
+class SeedMean(RunLog):
+    """The mean of runs that differ in their seed, of the steps and tags that all of them have."""
+
+    deviations: dict[int, dict[str, float]]  # standard deviations of the same
+
+    def band(self, key: str) -> list[float]:
+        """Standard deviation at each point of `series(key)`."""
+        return [row[key] for row in self.deviations.values() if key in row]
+
+
+def stem(name: str) -> str:
+    """The name of a run without the number at its end: grpo_3 -> grpo."""
+    return re.sub(r"_?\d+$", "", name) or name
+
+
+def over_seeds(runs: Sequence[RunLog]) -> list[RunLog]:
+    """Runs whose names differ in the number at their end only, as one."""
+    groups: dict[str, list[RunLog]] = {}
+    for run in runs:
+        groups.setdefault(stem(run.name), []).append(run)
+    return [seed_mean(name, group) for name, group in groups.items()]
+
+
+def seed_mean(name: str, runs: Sequence[RunLog]) -> SeedMean:
+    means: dict[int, dict[str, float]] = {}
+    deviations: dict[int, dict[str, float]] = {}
+    for step, row in runs[0].rows.items():
+        rows = [run.rows.get(step, {}) for run in runs]
+        values = {tag: [other[tag] for other in rows] for tag in row if all(tag in other for other in rows)}
+        means[step] = {tag: fmean(found) for tag, found in values.items()}
+        deviations[step] = {tag: _deviation(found, means[step][tag]) for tag, found in values.items()}
+    return SeedMean(name, means, deviations)
+
+
+def _deviation(values: Sequence[float], mean: float) -> float:
+    """Of the population, as statistics.pstdev, which computes with fractions and takes a hundred times as long."""
+    return math.sqrt(fmean((value - mean) ** 2 for value in values))

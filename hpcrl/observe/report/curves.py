@@ -17,8 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from hpcrl.observe.read.runlog import RunError, RunLog, choose_keys, read_runs
-from hpcrl.observe.read.seeds import SeedMean, over_seeds
+from hpcrl.observe.read.runlog import RunError, RunLog, SeedMean, choose_keys, over_seeds, read_runs
 from hpcrl.sandbox.foreign_files import printable, take_any_text
 from hpcrl.sandbox.new_files import draft_of
 

@@ -1,4 +1,4 @@
-"""The HTML page: one file that loads nothing and runs no code but its own.
+"""`hpcrl report`: what the folders of runs hold, as one HTML page that loads nothing and runs no code but its own.
 
 Values are JSON in a script element that no browser executes; the page's script writes them into the document as text
 only. A Content-Security-Policy allows the inlined scripts and styles by their hashes, and no connection at all.
@@ -11,12 +11,162 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from hpcrl.observe.read.logs import WarningGroup, shorten
+from hpcrl.observe.read.recorded_run import RecordedRun
+from hpcrl.observe.record.progress import duration
+from hpcrl.observe.report.charts import (
+    RankTimes,
+    busy_of,
+    curves_of,
+    evenly_spaced,
+    group_seeds,
+    number,
+    panels_of,
+    phases_of,
+    points_of,
+    rank_times,
+)
+from hpcrl.observe.report.sample_choice import SampleChoice
+from hpcrl.runtime import exits
+from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.sandbox.foreign_files import ERRORS, printable
+from hpcrl.sandbox.new_files import draft_of
+
+ROOM_FOR_SAMPLES = 4_500_000  # bytes of the page, of all runs together
+MOST_WARNINGS, LONGEST_WARNING = 100, 1000  # groups of one run
+MOST_ATTEMPTS = 500  # the last ones
+LONGEST_VALUE = 300  # characters of a config value
+MOST_RANK_STEPS = 300  # columns of the heat map of ranks
+
+HEADLINES = ("critic/score/mean", "train/accuracy", "rewards/accuracies", "train/loss")  # the first that a run has
+
+
+def page_data(runs: Sequence[RecordedRun], *, by_name: bool = False) -> dict[str, Any]:
+    groups = group_seeds(runs, by_name)
+    panels = panels_of([run.log for run in runs])
+    keys = [key for panel in panels for key in panel["keys"]]
+    return {
+        "made": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "panels": panels,
+        "curves": curves_of(runs, groups, keys),
+        "runs": [_run(run, ROOM_FOR_SAMPLES // len(runs), points_of(len(runs))) for run in runs],
+        "config": config_table(runs),
+    }
+
+
+def _run(run: RecordedRun, room: int, points: int) -> dict[str, Any]:
+    choice = SampleChoice(run.folder, room)
+    samples = choice.data()
+    notes = [*run.notes, *choice.notes]
+    ranks = rank_times(run.folder, [straggler.rank for straggler in run.stragglers], notes)
+    story = run.attempts[-MOST_ATTEMPTS:]
+    if len(story) < len(run.attempts):
+        notes.append(f"slices: the last {MOST_ATTEMPTS} of {len(run.attempts)} are shown")
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "state": run.state,
+        "summary": _summary(run),
+        "phases": phases_of(run.log, points),
+        "busy": busy_of(run.log, points),
+        "ranks": _rank_rows(ranks),
+        "stragglers": [asdict(straggler) for straggler in run.stragglers[-1000:]],
+        "attempts": [asdict(attempt) for attempt in story],
+        "warnings": [_warning(group) for group in run.warnings[:MOST_WARNINGS]],
+        "num_warnings": len(run.warnings),
+        "hangs": run.hangs,
+        "checkpoints": [asdict(saved) | {"gib": number(saved.gib)} for saved in run.checkpoints],
+        "samples": samples,
+        "notes": notes,
+    }
+
+
+def _rank_rows(ranks: Sequence[RankTimes]) -> dict[str, Any]:
+    """Busy seconds by rank, in the steps that any of the ranks recorded."""
+    recorded = sorted({step for times in ranks for step in times.busy})
+    steps = [recorded[index] for index in evenly_spaced(len(recorded), MOST_RANK_STEPS)]
+    rows = [
+        {"rank": times.rank, "node": times.node, "seconds": [number(times.busy.get(step)) for step in steps]}
+        for times in ranks
+    ]
+    return {"steps": steps, "rows": rows}
+
+
+def _summary(run: RecordedRun) -> dict[str, Any]:
+    """The row of the run in the table at the top."""
+    rows = [row for step, row in run.log.rows.items() if step > 0]
+    steps = list(run.log.rows)
+    headline = next((key for key in HEADLINES if any(key in row for row in rows)), None)
+    values = [row[headline] for row in rows if headline in row] if headline else []
+    seconds = [row["timing_s/step"] for row in rows if "timing_s/step" in row]
+    speeds = [row["perf/throughput"] for row in rows if "perf/throughput" in row]
+    return {
+        "step": steps[-1] if steps else None,
+        "total": run.total_steps,
+        "attempts": len(run.attempts),
+        "lost": sum(attempt.lost_steps or 0 for attempt in run.attempts),
+        "headline": headline,
+        "first": number(values[0]) if values else None,
+        "last": number(values[-1]) if values else None,
+        "best": number(max(values)) if values else None,
+        "time": duration(sum(value for value in seconds if value == value)) if seconds else None,
+        "seconds_per_step": number(sum(seconds) / len(seconds)) if seconds else None,
+        "throughput": number(speeds[-1]) if speeds else None,
+        "ranks": next((attempt.ranks for attempt in reversed(run.attempts) if attempt.ranks), None),
+        "nodes": next((attempt.nodes for attempt in reversed(run.attempts) if attempt.nodes), ""),
+    }
+
+
+def _warning(group: WarningGroup) -> dict[str, Any]:
+    return {
+        "level": group.level,
+        "logger": group.logger,
+        "text": shorten(group.text, LONGEST_WARNING),
+        "count": group.count,
+        "ranks": spans(sorted(group.ranks)),
+        "first": group.first,
+        "last": group.last,
+    }
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> 0-2,5"""
+    found: list[list[int]] = []
+    for one in numbers:
+        if found and one == found[-1][1] + 1:
+            found[-1][1] = one
+        else:
+            found.append([one, one])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+
+
+def config_table(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
+    """Each key but the run's name with its value in each run, None where a run does not have it; differing ones are
+    marked."""
+    keys = sorted({key for run in runs for key in run.config} - {"run.name", "run.dir"})
+    rows = []
+    for key in keys:
+        values = [_text(run.config[key]) if key in run.config else None for run in runs]
+        differs = len(set(values)) > 1
+        rows.append({"key": key, "values": values if differs else values[:1], "differs": differs})
+    return rows
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return shorten(str(value), LONGEST_VALUE)
+
 
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uPlot.min.css", "page.css")
@@ -65,3 +215,41 @@ def _joined(names: tuple[str, ...]) -> str:
 def _hash(text: str) -> str:
     digest = hashlib.sha256(text.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    parser = ArgumentParser(
+        prog="hpcrl report",
+        description="What the folders of runs hold, as one HTML page that opens from disk: curves, times, slices, "
+        "warnings and samples. Needs neither torch nor MPI, and disturbs no job.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, <run.dir>/<run.name>")
+    parser.add_argument("--out", metavar="FILE", default="report.html", help="page to write (%(default)s)")
+    parser.add_argument(
+        "--seeds",
+        action="store_true",
+        help="show runs NAME_0, NAME_1, ... as their mean with a band, whatever their configs; without it, runs whose "
+        "configs differ in the seed only",
+    )
+    parsed = parser.parse_args(arguments)
+    with exits.one_line_for_user_errors():
+        size = write_report(parsed.runs, Path(parsed.out), by_name=parsed.seeds)
+        num_runs = f"{len(parsed.runs)} run{'s' * (len(parsed.runs) > 1)}"
+        print(f"{printable(parsed.out)}: {size / 1e6:.1f} MB, {num_runs}")
+    sys.exit(exits.DONE)
+
+
+def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> int:
+    """Write the page of the runs; returns its size in bytes. Raises InputError, one line."""
+    from hpcrl.observe.read.recorded_run import read_recorded_runs
+
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise InputError(f"--out {out}: expected a file in a folder that exists")
+    found = read_recorded_runs(runs)
+    page = render(page_data(found, by_name=by_name), f"{', '.join(run.name for run in found)[:100]} - hpcrl report")
+    try:
+        with draft_of(out, mode=0o600) as draft:  # for the owner only, as the run's folder
+            draft.write_bytes(page)
+    except OSError as error:
+        raise InputError(f"--out {out}: cannot be written: {error.strerror}") from None
+    return len(page)

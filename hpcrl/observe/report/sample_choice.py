@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcrl.observe.read.rank_logs import shorten
+from hpcrl.observe.read.logs import shorten
 from hpcrl.observe.read.samples import FOLDER, Sample, read_step_samples, recorded_steps
 from hpcrl.observe.read.untrusted_hdf5 import column, member
 from hpcrl.observe.record.archive import ArchiveError, open_archive, step_path

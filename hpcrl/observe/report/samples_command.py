@@ -17,7 +17,7 @@ from hpcrl.sandbox.foreign_files import is_folder, printable, read_bytes
 
 if TYPE_CHECKING:
     from hpcrl.observe.read.samples import Sample, StepArchive
-    from hpcrl.observe.report.paired_samples import PromptPair
+    from hpcrl.observe.report.samples_view import PromptPair
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def _selected(archive: StepArchive, options: Namespace) -> Iterator[Sample]:
 
 def pairs(options: Namespace) -> Iterator[PromptPair]:
     """The prompts that both runs have in a step, those first where the second run's scores are lower."""
-    from hpcrl.observe.report.paired_samples import paired
+    from hpcrl.observe.report.samples_view import paired
 
     runs = [Path(options.run), Path(options.diff)]
     common = sorted(set(recorded(runs[0])) & set(recorded(runs[1])))

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.observe.record.archive import Record, RecordLog, whole_records
-from hpcrl.observe.trace.clocks import Alignment, ClockAligner
-from hpcrl.observe.trace.records import FOLDER, encode, trace_path
+from hpcrl.observe.trace.records import FOLDER, Alignment, ClockAligner, encode, trace_path
 from hpcrl.runtime.launcher import node_name
 from hpcrl.runtime.mpi import broadcast_object
 from hpcrl.runtime.spans import spans

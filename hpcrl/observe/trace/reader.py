@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcrl.observe.record.archive import read_records
-from hpcrl.observe.trace.clocks import Alignment
-from hpcrl.observe.trace.records import FOLDER, StepRecord, TraceError, decode
+from hpcrl.observe.trace.records import FOLDER, Alignment, StepRecord, TraceError, decode
 from hpcrl.sandbox.foreign_files import parse_json, read_text
 
 MARGIN = 1.0  # seconds by which a clock may be wrong before it is corrected

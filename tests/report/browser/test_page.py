@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from hpcrl.observe.read.samples import read_step_samples
-from hpcrl.observe.report.command import write_report
+from hpcrl.observe.report.page import write_report
 from tests.report.stories import write_hostile_run, write_long_run, write_run_with_kills, write_seeds
 
 pytestmark = pytest.mark.slow
