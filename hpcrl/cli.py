@@ -262,13 +262,13 @@ def check_job(config: str | None, overrides: list[str], machine: str | None, rou
 
     save_machine = None
     if machine:
-        from hpcrl.machine import measured
+        from hpcrl.machine import machine_file
 
-        save_machine = partial(measured.save, machine)
+        save_machine = partial(machine_file.save, machine)
 
     def job() -> tuple[str, str]:
         if machine:
-            measured.check_target(machine)
+            machine_file.check_target(machine)
         if config is None:
             return "", "mpi_host"
         run = load_job("train").read_config(config, overrides).run

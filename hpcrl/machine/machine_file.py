@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import os
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from hpcrl.config import yaml_core
 from hpcrl.config.inputs import is_machine_file
@@ -19,6 +21,7 @@ from hpcrl.config.problems import validated
 from hpcrl.config.schema import Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.sandbox.foreign_files import MOST_CONFIG, read_text
+from hpcrl.sandbox.new_files import draft_of
 
 PACKAGED = Path(__file__).resolve().parents[1] / "machines"  # of an installed package; setup.py's link in a checkout
 MACHINES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "configs" / "machines"
@@ -117,3 +120,50 @@ def read_machine(name: str) -> Machine:
         hint = f"did you mean {nearest[0]}?" if nearest else f"expected a YAML file or one of {', '.join(known)}"
         raise ConfigError(f"no machine {name}: {getattr(error, 'strerror', None) or error}; {hint}") from None
     return validated(yaml_core.parse(text, str(path)), Machine)
+
+
+DIGITS = 3  # that measurements are good for
+
+
+def check_target(path: str, option: str = "--machine") -> None:
+    """Raise ConfigError, one line, if a machine file cannot be written there. option: that names it."""
+    target = Path(path)
+    if target.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{option}: found {path!r}, expected the name of a YAML file, such as machine.yaml")
+    if target.is_dir():
+        raise ConfigError(f"{option}: {path} is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{option}: there is no folder {target.parent}; create it, or name another file")
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option}: {target.parent} cannot be written to: {error.strerror}") from None
+
+
+def save(path: str, figures: Mapping[str, Any]) -> str:
+    """Write the machine file of measured figures, and return its name. An existing file is replaced atomically.
+
+    Raises ConfigError, one line, if the figures are no machine, or if the file cannot be written.
+    """
+    target = Path(path)
+    machine = {"name": target.stem, **_rounded(figures)}
+    text = yaml_core.dump(machine)
+    try:
+        Machine.model_validate(yaml_core.parse(text, path).plain())
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"measured {key}={first['input']!r}: {first['msg']}; measure again") from None
+    try:
+        with draft_of(target) as draft:
+            draft.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--machine: {path} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -19,8 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcrl.machine.fits import crowding, ring_bandwidth, shared_cores
-from hpcrl.machine.measure_device import DeviceFigures, best, measure_device, product_rate
-from hpcrl.machine.measure_links import bus_bandwidths, contention, node_network, pair_link
+from hpcrl.machine.measure_rank import (
+    DeviceFigures,
+    best,
+    bus_bandwidths,
+    contention,
+    measure_device,
+    node_network,
+    pair_link,
+    product_rate,
+)
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import pytest
 
 from hpcrl.config import yaml_core
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.machine.machine_file import MACHINES, read_machine
-from hpcrl.machine.measured import check_target, save
+from hpcrl.machine.machine_file import MACHINES, check_target, read_machine, save
 
 NAMES = sorted(path.stem for path in MACHINES.glob("*.yaml"))
 

@@ -14,7 +14,7 @@ from hpcrl.forecast.memory.meta import fake_rank
 from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.forecast.time.operators import ENGINE, FORWARD, TRAINING, Operators
 from hpcrl.forecast.time.training import OPTIMIZER_OPERATORS
-from hpcrl.machine.measure_device import CountOperators
+from hpcrl.machine.measure_rank import CountOperators
 from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.engine import NativeEngine

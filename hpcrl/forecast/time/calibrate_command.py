@@ -11,8 +11,7 @@ from hpcrl.config.derive import JobDescription
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.time.calibrate import ASSUMED, Fitted, Measured, fit, fitted_machine, misses
 from hpcrl.forecast.time.recorded import read_all
-from hpcrl.machine.machine_file import Machine, read_machine
-from hpcrl.machine.measured import check_target, save
+from hpcrl.machine.machine_file import Machine, check_target, read_machine, save
 
 SHOWN = 10  # phases of runs that are predicted badly
 

@@ -1,6 +1,6 @@
 """How many operators PyTorch runs, views included: each takes a host's time, whatever it computes.
 
-Counted with `hpcrl.machine.measure_device.CountOperators` on megatron-core's layers and on the native engine;
+Counted with `hpcrl.machine.measure_rank.CountOperators` on megatron-core's layers and on the native engine;
 tests/predict/test_operators.py counts again.
 """
 
