@@ -212,7 +212,7 @@ def print_derived(world: World, compute: Callable[[], RoleLayouts]) -> RoleLayou
 
 def plan(arguments: list[str]) -> NoReturn:
     from hpcrl.forecast import command
-    from hpcrl.forecast.time import calibrate_command, search_command, table
+    from hpcrl.forecast.time import calibrate, search_command, table
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         table.add_arguments(parser)
@@ -226,7 +226,7 @@ def plan(arguments: list[str]) -> NoReturn:
         command.Extension("machine", add_arguments, table.lines_of, own=("timeline",)),
         (
             command.Replacement("search", searches, search_command.describe),
-            command.Replacement("calibrate", calibrates, calibrate_command.describe),
+            command.Replacement("calibrate", calibrates, calibrate.describe),
         ),
     )
 

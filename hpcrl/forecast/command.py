@@ -21,11 +21,10 @@ from typing import NamedTuple, NoReturn
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO
 from hpcrl.forecast.memory import refit
-from hpcrl.forecast.memory.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes
 from hpcrl.forecast.memory.fixes import cheapest_fix, tightest
 from hpcrl.forecast.memory.memory import GIB, MIB, Phase, Row, TrainingPlan, binary
 from hpcrl.forecast.memory.refit import size
-from hpcrl.forecast.memory.state import FP32
+from hpcrl.forecast.memory.state import FP32, checkpoint_bytes, kept_checkpoints, rollout_bytes
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import format_spans, is_first_launched

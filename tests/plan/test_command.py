@@ -13,9 +13,9 @@ import torch
 
 from hpcrl.config.loader import load_config
 from hpcrl.forecast.command import describe
-from hpcrl.forecast.memory.disk import checkpoint_bytes, kept_checkpoints
 from hpcrl.forecast.memory.fixes import cheapest_fix, tightest
 from hpcrl.forecast.memory.memory import GIB, Row, TrainingPlan, with_keys
+from hpcrl.forecast.memory.state import checkpoint_bytes, kept_checkpoints
 from hpcrl.jobs.train import Train
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape

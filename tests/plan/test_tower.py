@@ -10,10 +10,9 @@ import torch
 
 from hpcrl.config.schema import EngineConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.forecast.memory.generation import encoding_work
+from hpcrl.forecast.memory.generation import PicturePass, encoding_work
 from hpcrl.forecast.memory.meta import DTYPES, fake_rank
 from hpcrl.forecast.memory.state import RoleModel
-from hpcrl.forecast.memory.tower import PicturePass
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.tower import build_tower, encode
 from hpcrl.model.vision import Trained

@@ -13,10 +13,9 @@ import pytest
 
 from hpcrl.config import yaml_core
 from hpcrl.config.loader import dump_config
-from hpcrl.forecast.time.calibrate import Measured, cause, fit, fitted_machine, misses
-from hpcrl.forecast.time.experts import LOAD_METRIC
+from hpcrl.forecast.time.calibrate import Measured, cause, fit, fitted_machine, misses, read_measured, sigma_of
+from hpcrl.forecast.time.layers import LOAD_METRIC
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.recorded import read_measured, sigma_of
 from hpcrl.forecast.time.step import predict
 from hpcrl.jobs.train import Train
 from hpcrl.machine.machine_file import Machine, read_machine

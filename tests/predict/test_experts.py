@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcrl.forecast.time.experts import LOAD_METRIC, fullest_rank, most_of, with_measured_load
+from hpcrl.forecast.time.layers import LOAD_METRIC, fullest_rank, most_of, with_measured_load
 from tests.plan.shapes import MOE
 from tests.predict.test_passes import micro, model
 from tests.run.test_predicted import config

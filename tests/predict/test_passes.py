@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.forecast.time.collectives import Network
 from hpcrl.forecast.time.cost import Cost, Units
-from hpcrl.forecast.time.experts import most_of
+from hpcrl.forecast.time.layers import most_of
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import Micro, PassModel, Recompute, pipelined
 from hpcrl.forecast.time.training import Optimizer, Passes, Update, forward_cost, imbalance, packing, update_cost

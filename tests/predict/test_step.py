@@ -12,13 +12,13 @@ import pytest
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.forecast.memory.disk import checkpoint_bytes
 from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
+from hpcrl.forecast.memory.state import checkpoint_bytes
+from hpcrl.forecast.time.collectives import refit_shares
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.phases import JobTimes
 from hpcrl.forecast.time.step import Prediction, lower_bound, predict
 from hpcrl.forecast.time.table import lines_of
-from hpcrl.forecast.time.transfer import refit_shares
 from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine
 from tests.predict.machines import cpu, gpu
 

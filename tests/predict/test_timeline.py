@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpcrl.forecast.time.timeline import Task, timeline
+from hpcrl.forecast.time.step import Task, timeline
 
 DT = 1e-3
 

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.forecast.time.gantt import ends_of_steps, rows_of
-from hpcrl.forecast.time.table import lines_of
-from hpcrl.forecast.time.timeline import Span
-from hpcrl.forecast.time.timeline_files import Track, tracks
+from hpcrl.forecast.time.step import Span
+from hpcrl.forecast.time.table import Track, ends_of_steps, lines_of, rows_of, tracks
 from hpcrl.machine.machine_file import Machine
 from hpcrl.runtime.exits import InputError
 from tests.predict.machines import cpu

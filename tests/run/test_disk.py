@@ -14,7 +14,7 @@ import pytest
 from hpcrl.cli import load_job
 from hpcrl.config.roles import ACTOR, REF, REWARD
 from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
-from hpcrl.forecast.memory.disk import kept_checkpoints
+from hpcrl.forecast.memory.state import kept_checkpoints
 from hpcrl.run.disk import forecast
 from hpcrl.run.inference import inside_run
 from hpcrl.run.job import TrainingJob

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hpcrl.config.schema import MoeConfig, RecomputeConfig
+from hpcrl.forecast.memory.generation import PicturePass
 from hpcrl.forecast.memory.state import FP32, RoleModel
-from hpcrl.forecast.memory.tower import PicturePass
 from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
 from hpcrl.model.params import stage_layers
 from hpcrl.model.shape import PROJECTIONS, LatentAttention

@@ -18,10 +18,9 @@ from hpcrl.config.roles import ACTOR, JUDGE, PLACED, REF, Part, RoleSpec, offloa
 from hpcrl.config.schema import Config, S
 from hpcrl.engine.refit.planner import RankTraffic, Resharding
 from hpcrl.forecast.memory.activations import Pass
-from hpcrl.forecast.memory.generation import JudgeEngine, encoding_work, generation_work, native_kv_cache
+from hpcrl.forecast.memory.generation import JudgeEngine, PicturePass, encoding_work, generation_work, native_kv_cache
 from hpcrl.forecast.memory.refit import Question, job_shape, model_shape, question
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
-from hpcrl.forecast.memory.tower import PicturePass
 from hpcrl.model.architecture import check_longest
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora

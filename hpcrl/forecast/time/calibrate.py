@@ -1,19 +1,101 @@
-"""A machine's efficiencies by phase, and their uncertainty, from measured steps. Pure functions."""
+"""`hpcrl plan --calibrate RUN... --machine NAME`: a machine's efficiencies by phase, fitted to the steps of runs.
+
+No torch, no MPI.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
+from itertools import islice
+from pathlib import Path
+from statistics import NormalDist, fmean, median, stdev
 from typing import NamedTuple
 
-from hpcrl.forecast.memory.memory import TrainingPlan
+from hpcrl.config.derive import JobDescription
+from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
+from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
+from hpcrl.forecast.time.layers import with_measured_load
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.modes import GENERATES
-from hpcrl.forecast.time.step import Prediction, predict
-from hpcrl.machine.machine_file import Machine
+from hpcrl.forecast.time.step import GENERATES, Prediction, predict
+from hpcrl.machine.machine_file import Machine, check_target, read_machine, save
+from hpcrl.observe.read.runlog import RunError, read_run
+from hpcrl.observe.record.archive import ArchiveError, read_samples, step_path
+from hpcrl.runtime.exits import InputError
+
+WARM_UP = 2  # first steps of a run, in which kernels are compiled and buffers made
+STEPS = 8  # of a run that are read, evenly spaced
+TIMING = "timing_s/"
+
+
+def read_measured(folder: str, job: JobDescription) -> list[Measured]:
+    """Some steps of a run, each with its lengths. Raises InputError, one line."""
+    run = Path(folder)
+    if not (run / "config.yaml").is_file():
+        raise InputError(f"{folder}: found no config.yaml; expected the folder of a run of `hpcrl train`")
+    try:
+        rows = read_run(run).rows
+    except RunError as error:
+        raise InputError(str(error)) from None
+    timed = [step for step, row in rows.items() if f"{TIMING}gen" in row and f"{TIMING}step" in row]
+    if not timed:
+        raise InputError(f"{folder}: found no step with timing_s/gen in its metrics; expected a run of `hpcrl train`")
+    usable = timed[WARM_UP:] or timed[-1:]
+    chosen = [usable[number * len(usable) // STEPS] for number in range(STEPS)] if len(usable) > STEPS else usable
+    config = on_its_ranks(job.read_config(str(run / "config.yaml")), _num_ranks(run))
+    config = with_measured_load(config, rows[chosen[len(chosen) // 2]])
+    plan = TrainingPlan(config, tuple(job.own_specs()))
+    samples = plan.derived.samples_per_step
+    return [
+        Measured(folder, plan, lengths_of_step(run, step, rows[step], samples), _seconds(rows[step])) for step in chosen
+    ]
+
+
+def _seconds(row: dict[str, float]) -> dict[str, float]:
+    return {name.removeprefix(TIMING): value for name, value in row.items() if name.startswith(TIMING)}
+
+
+def _num_ranks(run: Path) -> int:
+    """0: it is not known."""
+    return sum(1 for _ in (run / "heartbeat").glob("rank_*"))
+
+
+def on_its_ranks(config: Config, ranks: int) -> Config:
+    """The config with as many ranks as the job had, which mpiexec may have started in place of Slurm."""
+    job = config.job
+    if ranks in (0, job.nodes * job.ntasks_per_node):
+        return config
+    nodes = job.nodes if ranks % job.nodes == 0 else 1
+    return with_keys(config, {"job.nodes": nodes, "job.ntasks_per_node": ranks // nodes})
+
+
+def lengths_of_step(run: Path, step: int, row: dict[str, float], samples: int) -> Lengths:
+    """Those of the archive; without one, log-normal lengths with the mean and the longest one of the metrics."""
+    try:
+        found = read_samples(step_path(run / "rollouts", step), ("prompt_length", "response_length"), run)
+        return Lengths.of_samples(found["prompt_length"].tolist(), found["response_length"].tolist())
+    except ArchiveError:
+        prompt = round(row.get("prompt_length/mean", 0.0))
+        mean, longest = row.get("response_length/mean", 0.0), row.get("response_length/max", 0.0)
+        if not mean >= 1 or not longest >= mean:
+            raise InputError(f"{run}: step {step} has neither an archive nor response_length/mean and max") from None
+        return Lengths.log_normal(prompt, mean, sigma_of(mean, longest, samples), round(longest))
+
+
+def sigma_of(mean: float, longest: float, samples: int) -> float:
+    """The sigma of a log-normal distribution whose largest of so many samples is `longest`: with z the quantile of the
+    standard normal distribution at 1 - 1 / (samples + 1), ln(longest / mean) = z sigma - sigma^2 / 2."""
+    z = NormalDist().inv_cdf(1 - 1 / (max(samples, 2) + 1))
+    return z - math.sqrt(max(0.0, z**2 - 2 * math.log(longest / mean)))
+
+
+def read_all(folders: Sequence[str], job: JobDescription) -> list[Measured]:
+    return [measured for folder in folders for measured in read_measured(folder, job)]
+
 
 ROUNDS = 8  # of Newton's method; phases that share cores change each other's time
 RIDGE = 0.02  # weight of a communication that is as the machine file says, in squares of logarithms, of one run
@@ -178,3 +260,51 @@ def cause(takes_longer: bool, parts: Mapping[str, Mapping[str, float]], run: str
         return "its parts are those of the other runs, so it is the run: other work on its nodes, or noise"
     counted = "low" if (mine > typical) == takes_longer else "high"
     return f"{kind} is {mine:.0%} of it, and {typical:.0%} in other runs: it is counted too {counted}"
+
+
+SHOWN = 10  # phases of runs that are predicted badly
+
+
+def describe(job: JobDescription, path: str, others: Sequence[str], parsed: argparse.Namespace) -> list[str]:
+    """The lines of the table, for the runs `path` and `others`. Raises ConfigError or InputError, one line."""
+    if parsed.machine is None:
+        raise ConfigError("found --calibrate without --machine; name the machine that the runs ran on")
+    if parsed.out is not None:
+        check_target(parsed.out, "--out")
+    machine, measured = read_machine(parsed.machine), read_all([path, *others], job)
+    found = fit(measured, machine)
+    fitted = fitted_machine(machine, found)
+    lines = [*table(found, measured, machine), "", *_misses(measured, fitted)]
+    if parsed.out is not None:
+        save(
+            parsed.out,
+            {**fitted.model_dump(mode="json"), "sources": sources(machine, measured), "name": Path(parsed.out).stem},
+        )
+        lines.append(f"  {'written':<22}{parsed.out}: {machine.name} with these efficiencies, for --machine")
+    return lines
+
+
+def table(found: Mapping[str, Fitted], measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
+    runs = len({it.run for it in measured})
+    yield f"{machine.name}, fitted to {len(measured)} steps of {runs} {'run' if runs == 1 else 'runs'}"
+    yield f"  {'phase':<26}{'efficiency':>12}{'of communication':>18}{'error':>8}{'runs':>6}"
+    for name, it in found.items():
+        error = f"{ASSUMED:.0%} *" if it.spread is None else f"{it.spread:.0%}"
+        yield f"  {name:<26}{it.efficiency:>12.3f}{it.communication:>18.3f}{error:>8}{it.runs:>6}"
+    if any(it.spread is None for it in found.values()):
+        yield "  * of one run the error is not known: it is taken to be this"
+
+
+def _misses(measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
+    found = list(misses(measured, machine))
+    if not found:
+        yield "  every phase of every run is within 25% of what the fitted machine predicts"
+    for it in islice(found, SHOWN):
+        yield f"  {it.phase} of {it.run} took {it.ratio:.2f} times the prediction: {it.cause}"
+    if len(found) > SHOWN:
+        yield f"  and {len(found) - SHOWN} more"
+
+
+def sources(machine: Machine, measured: Sequence[Measured]) -> list[str]:
+    runs = ", ".join(dict.fromkeys(Path(it.run).name for it in measured))
+    return [*machine.sources, f"efficiency and spread: `hpcrl plan --calibrate` of {runs}"]

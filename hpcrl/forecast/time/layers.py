@@ -1,15 +1,68 @@
-"""What a rank holds and multiplies of each layer, of a model's head, and of a pipeline stage. From the shards."""
+"""What a rank holds, multiplies and launches of each layer, of a model's head, and of a pipeline stage. From the shards.
+
+Operators are what PyTorch runs, views included: each takes a host's time, whatever it computes. Counted with
+`hpcrl.machine.measure_rank.CountOperators` on megatron-core's layers and on the native engine;
+tests/predict/test_operators.py counts again. Tokens are divided unevenly over experts, and over the ranks that hold
+them.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import NormalDist
 from typing import NamedTuple
 
+from hpcrl.config.schema import Config
+from hpcrl.forecast.memory.memory import with_keys
 from hpcrl.model.params import SCALAR_HEADS, Head, chunk_layers, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.runtime.layout import Layout
+
+
+class Operators(NamedTuple):
+    """launches: how much longer one of them takes than the operator of a plain layer that `device.launch` is. layer: of
+    a dense layer, and mixture of one with experts, besides `expert` for each expert of the rank. tensor_parallel,
+    context_parallel, adapter: more of them in a layer, `adapter` for each pair of LoRA's. batch: of a micro-batch
+    before its first layer, and with context parallelism `split` more. lm, scalar: of a head and what is computed from
+    its outputs. sequence: what a sequence of a micro-batch takes, in the time of so many."""
+
+    launches: float
+    layer: float
+    mixture: float
+    expert: float
+    qk_norm: float
+    tensor_parallel: float
+    context_parallel: float
+    adapter: float
+    batch: float
+    split: float
+    lm: float
+    scalar: float
+    sequence: float
+
+    def of_layer(self, layout: Layout, num_experts: float, adapters: int = 0, *, qk_norm: bool = False) -> float:
+        """num_experts: of the rank; 0: a dense layer. adapters: matrices, two for each pair."""
+        found = self.mixture + self.expert * num_experts if num_experts else self.layer
+        found += self.tensor_parallel * (layout.tp > 1) + self.context_parallel * (layout.cp > 1)
+        return found + self.adapter * adapters / 2 + self.qk_norm * qk_norm
+
+    def of_batch(self, layout: Layout) -> float:
+        return self.batch + self.split * (layout.cp > 1)
+
+    def of_head(self, head: Head) -> float:
+        return self.lm if head == "lm" else self.scalar
+
+
+# Measured on a Xeon, with so few tokens that nothing else counts: an operator of a plain layer takes 4 to 6 us, of
+# megatron-core's modules 15 to 19 us without gradients and 15 to 26 us with them, of the native engine 7 us and 0.1 ms
+# per sequence and step.
+FORWARD = Operators(3.5, 82, 135, 9.75, 10, 6, 30, 8, 75, 70, 39, 10, 0)  # without gradients
+TRAINING = Operators(4.2, 211, 305, 30, 56, 20, 65, 24, 83, 70, 100, 56, 0)  # forward and backward, with gradients
+ENGINE = Operators(1.6, 55, 64, 8, 8, 5, 0, 0, 0, 0, 70, 0, 15)  # of the native engine; lm: with sampling
+GRAPH = Operators(1.0, 13, 19, 0, 1, 2, 0, 0, 0, 0, 18, 0, 0)  # kernels of an engine's decode step in a CUDA graph
 
 
 class Matrix(NamedTuple):
@@ -131,3 +184,39 @@ def numbers_of(
             experts += count * layer.expert_parameters
             trained += count * layer.trained
     return Numbers(dense, experts, dense, experts) if lora is None else Numbers(dense, experts, trained, 0)
+
+
+LOAD_METRIC = "actor/moe_load_imbalance/mean"
+
+
+def with_measured_load(config: Config, row: Mapping[str, float]) -> Config:
+    """The config with `model.moe.load_imbalance` of a step's metrics, to a tenth; as it is if they have none."""
+    imbalance = row.get(LOAD_METRIC)
+    if imbalance is None or not math.isfinite(imbalance):
+        return config
+    return with_keys(config, {"model.moe.load_imbalance": max(1.0, round(imbalance, 1))})
+
+
+def fullest_rank(ranks: int, num_experts: int, imbalance: float) -> float:
+    """Tokens of the expert-parallel rank with most, as a multiple of the mean. imbalance: of the expert with most.
+
+    Experts' loads are taken to be independent and normal, so that the largest of n is m(n) standard deviations above
+    the mean, with m(n) the normal quantile at (n - 3/8) / (n + 1/4) (Blom 1958). The mean of a rank's k experts has a
+    standard deviation that is smaller by the square root of k.
+    """
+    if ranks < 2 or imbalance <= 1.0:
+        return 1.0
+    narrower = _largest(ranks) / _largest(num_experts) / math.sqrt(num_experts / ranks)
+    return min(float(ranks), 1.0 + (imbalance - 1.0) * narrower)
+
+
+def _largest(count: int) -> float:
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def most_of(ranks: int, balls: float) -> float:
+    """Largest share of a rank as a multiple of the mean, of `balls` that are thrown at random:
+    1 + sqrt(2 ln(n) (n - 1) / balls) (Raab and Steger 1998, theorem 1, the case of many balls)."""
+    if ranks < 2 or balls <= 0:
+        return 1.0
+    return min(float(ranks), 1.0 + math.sqrt(2.0 * math.log(ranks) * (ranks - 1) / balls))

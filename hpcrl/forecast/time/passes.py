@@ -11,9 +11,20 @@ from hpcrl.forecast.memory.activations import INT64
 from hpcrl.forecast.memory.state import FP32
 from hpcrl.forecast.time.collectives import Group, Network, group_of
 from hpcrl.forecast.time.cost import NOTHING, Cost, Units
-from hpcrl.forecast.time.experts import fullest_rank, most_of
-from hpcrl.forecast.time.layers import Layer, Matrix, Numbers, Stage, layer_of, numbers_of, stages_of
-from hpcrl.forecast.time.operators import FORWARD, TRAINING, Operators
+from hpcrl.forecast.time.layers import (
+    FORWARD,
+    TRAINING,
+    Layer,
+    Matrix,
+    Numbers,
+    Operators,
+    Stage,
+    fullest_rank,
+    layer_of,
+    most_of,
+    numbers_of,
+    stages_of,
+)
 from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout

@@ -13,12 +13,11 @@ from hpcrl.config.schema import EngineConfig, RecomputeConfig
 from hpcrl.forecast.memory.generation import native_kv_cache
 from hpcrl.forecast.memory.memory import GIB, NEEDED, Phase, TrainingPlan
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE
-from hpcrl.forecast.time.collectives import Network, group_of
+from hpcrl.forecast.time.collectives import Moved, Network, group_of, refit_cost, refit_shares
 from hpcrl.forecast.time.cost import Cost, Units
 from hpcrl.forecast.time.decode import Engine, Work, kv_width
-from hpcrl.forecast.time.layers import Stage, numbers_of
+from hpcrl.forecast.time.layers import ENGINE, GRAPH, Stage, numbers_of
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.operators import ENGINE, GRAPH
 from hpcrl.forecast.time.passes import PassModel, Recompute
 from hpcrl.forecast.time.training import (
     Optimizer,
@@ -30,7 +29,6 @@ from hpcrl.forecast.time.training import (
     stage_evenness,
     update_cost,
 )
-from hpcrl.forecast.time.transfer import Moved, refit_cost, refit_shares
 from hpcrl.machine.machine_file import Dtype, Machine
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.layout import Layout

@@ -1,20 +1,233 @@
-"""How long a step of a training job takes on a machine, phase by phase."""
+"""How long a step of a training job takes on a machine: its tasks in each mode, and when they start and end."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
 
+from hpcrl.config.schema import AsyncTrainingConfig
 from hpcrl.forecast.memory.memory import TrainingPlan
 from hpcrl.forecast.time.bound import least
 from hpcrl.forecast.time.cost import Cost, fitted
 from hpcrl.forecast.time.decode import generation_cost, schedule
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.modes import step_of
-from hpcrl.forecast.time.phases import JobTimes
-from hpcrl.forecast.time.timeline import Span
+from hpcrl.forecast.time.phases import JobTimes, Timed
 from hpcrl.forecast.time.training import forward_cost, packing, update_cost
 from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work of `seconds` on all of `ranks` at the same time, if each has `demand` cores for itself. after: names of
+    tasks that have to end before it starts."""
+
+    name: str
+    ranks: tuple[int, ...]
+    seconds: float
+    after: tuple[str, ...] = ()
+    demand: float = 1.0
+
+
+class Span(NamedTuple):
+    task: str
+    ranks: tuple[int, ...]
+    start: float
+    end: float
+
+
+def timeline(tasks: Sequence[Task], cores: float | None = None, ranks_per_node: int = 1) -> list[Span]:
+    """The spans of tasks, in their order.
+
+    A rank runs its tasks one after the other, in the order of `tasks`, as it runs the calls of the controller. A task
+    starts when it is the next one of all its ranks and the tasks that it names have ended. Ranks of a node share its
+    `cores`: if those that run need more, each has the same share of what it needs (processor sharing, Kleinrock 1967),
+    and a task progresses as fast as its slowest rank. cores None: each rank has what it needs.
+
+    Raises ValueError for a task that comes after one that is later in the list, or is not in it.
+    """
+    _check(tasks)
+    left = [task.seconds for task in tasks]
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    ended: set[str] = set()
+    waiting, running, now = list(range(len(tasks))), list[int](), 0.0
+    while waiting or running:
+        _start(tasks, waiting, running, ended, starts, now)
+        rates = _rates([tasks[number] for number in running], cores, ranks_per_node)
+        step = min(left[number] / rate for number, rate in zip(running, rates, strict=True))
+        now += step
+        for number, rate in zip(running, rates, strict=True):
+            left[number] -= step * rate
+        for number in [number for number in running if left[number] <= 1e-12 * max(tasks[number].seconds, 1e-300)]:
+            running.remove(number)
+            ends[number] = now
+            ended.add(tasks[number].name)
+    return [Span(task.name, task.ranks, starts[place], ends[place]) for place, task in enumerate(tasks)]
+
+
+def _check(tasks: Sequence[Task]) -> None:
+    before: set[str] = set()
+    for task in tasks:
+        if task.name in before:
+            raise ValueError(f"found two tasks {task.name}; expected each name once")
+        missing = [name for name in task.after if name not in before]
+        if missing:
+            raise ValueError(f"task {task.name} is after {missing[0]}, which is not before it in the list")
+        before.add(task.name)
+
+
+def _start(
+    tasks: Sequence[Task], waiting: list[int], running: list[int], ended: set[str], starts: dict[int, float], now: float
+) -> None:
+    """Move tasks from `waiting` to `running` whose ranks are free and not due to run an earlier task first."""
+    taken = [tasks[number].ranks for number in running]
+    for number in list(waiting):
+        task = tasks[number]
+        is_free = all(_are_disjoint(task.ranks, ranks) for ranks in taken)
+        if is_free and ended.issuperset(task.after):
+            waiting.remove(number)
+            running.append(number)
+            starts[number] = now
+        taken.append(task.ranks)
+
+
+def _rates(running: Sequence[Task], cores: float | None, ranks_per_node: int) -> list[float]:
+    """Progress of each task per second."""
+    if cores is None:
+        return [1.0] * len(running)
+    needed: Counter[int] = Counter()
+    for task in running:
+        for node, ranks in _on_nodes(task.ranks, ranks_per_node):
+            needed[node] += ranks * task.demand  # type: ignore[assignment]
+    shares = {node: min(1.0, cores / demand) if demand > 0 else 1.0 for node, demand in needed.items()}
+    return [min(shares[node] for node, _ in _on_nodes(task.ranks, ranks_per_node)) for task in running]
+
+
+@lru_cache(maxsize=1024)
+def _on_nodes(ranks: tuple[int, ...], ranks_per_node: int) -> tuple[tuple[int, int], ...]:
+    """(node, number of the ranks on it)."""
+    return tuple(Counter(rank // ranks_per_node for rank in ranks).items())
+
+
+@lru_cache(maxsize=4096)
+def _are_disjoint(some: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    return set(some).isdisjoint(others)
+
+
+GENERATES = ("gen", "gen_max", "judge")
+STEPS = 4  # of an asynchronous job; the last ones take as long as any later one
+
+
+class Step(NamedTuple):
+    """seconds: from the end of a step to that of the next one."""
+
+    seconds: float
+    spans: list[Span]
+
+
+def step_of(timed: Sequence[Timed], cfg: AsyncTrainingConfig, cores: float | None, ranks_per_node: int) -> Step:
+    """The step's timeline, in the job's mode."""
+    mode, each, threshold = cfg.mode, ranks_per_node, cfg.staleness_threshold
+    if mode == "sync":
+        spans = timeline(_synchronous(timed), cores, each)
+        return Step(max(span.end for span in spans), spans)
+    steps = STEPS + (threshold if mode == "bounded_staleness" else 0)
+    tasks = _one_step_off(timed, steps) if mode == "one_step_off" else _streaming(timed, steps, threshold)
+    spans = timeline(tasks, cores, each)
+    ends = [
+        max(span.end for span in spans if span.task.endswith(f"/{step}") and not span.task.startswith(GENERATES))
+        for step in range(1, steps + 1)
+    ]
+    half = steps // 2
+    return Step((ends[-1] - ends[half - 1]) / (steps - half), spans)
+
+
+def groups_of(timed: Sequence[Timed]) -> tuple[list[Timed], list[Timed], list[Timed], list[Timed]]:
+    """Phases of samples; that read them, and overlap on ranks of their own; that need all columns, and overlap; and the
+    rest, the refit and the archive."""
+    samples = [it for it in timed if it.name in GENERATES or it.name == "reward"]
+    columns = [it for it in timed if it.kind == "forward" and it.name != "adv" and it not in samples]
+    updates = [it for it in timed if it.kind == "train"]
+    rest = [it for it in timed if it.kind in ("refit", "save")]
+    return samples, columns, updates, rest
+
+
+def _chain(timed: Sequence[Timed], step: str, first: tuple[str, ...]) -> list[Task]:
+    """The trainer's part of a step, after the tasks `first`."""
+    _, columns, updates, _ = groups_of(timed)
+    tasks = [_task(it, step, first) for it in columns]
+    before = tuple(task.name for task in tasks) or first
+    tasks += [_task(it, step, before) for it in timed if it.name == "adv"]
+    after = tuple(task.name for task in tasks if task.name.startswith("adv")) or before
+    return tasks + [_task(it, step, after) for it in updates]
+
+
+def _task(it: Timed, step: str, after: tuple[str, ...]) -> Task:
+    return Task(f"{it.name}{step}", it.ranks, it.cost.seconds, after, it.demand)
+
+
+def _sampled(timed: Sequence[Timed], step: str, after: tuple[str, ...]) -> list[Task]:
+    """Generation, then scores."""
+    samples, _, _, _ = groups_of(timed)
+    tasks: list[Task] = []
+    for it in samples:
+        scores = it.name in ("reward", "judge")
+        before = tuple(task.name for task in tasks if task.name.startswith("gen")) if scores else after
+        tasks.append(_task(it, step, before or after))
+    return tasks
+
+
+def _synchronous(timed: Sequence[Timed]) -> list[Task]:
+    tasks = _sampled(timed, "", ())
+    tasks += _chain(timed, "", tuple(task.name for task in tasks))
+    for it in groups_of(timed)[3]:
+        tasks.append(_task(it, "", tuple(task.name for task in tasks)))
+    return tasks
+
+
+def _one_step_off(timed: Sequence[Timed], steps: int) -> list[Task]:
+    """Step k waits for its samples, updates the engine's weights, has the next samples begun, and trains: see
+    `hpcrl.run.rollouts.stepwise.OneStepOff`."""
+    rest = groups_of(timed)[3]
+    tasks = _sampled(timed, "/1", ())
+    trained: tuple[str, ...] = ()
+    for step in range(1, steps + 1):
+        mine = f"/{step}"
+        samples = tuple(task.name for task in tasks if task.name.endswith(mine))
+        refits = [_task(it, mine, (*samples, *trained)) for it in rest if it.kind == "refit"]
+        begun = tuple(task.name for task in refits) or (*samples, *trained)
+        chain = _chain(timed, mine, begun)
+        tasks += [*refits, *_sampled(timed, f"/{step + 1}", begun), *chain]
+        saved = [_task(it, mine, tuple(task.name for task in chain)) for it in rest if it.kind == "save"]
+        tasks += saved
+        trained = tuple(task.name for task in (*chain, *saved))
+    return tasks
+
+
+def _streaming(timed: Sequence[Timed], steps: int, threshold: int) -> list[Task]:
+    """Generation of the samples of step k begins with weights of version k - 1 - threshold, and a refit interrupts it:
+    see `hpcrl.run.rollouts.streaming.Streaming`. The refit counts as the trainer's task and as work of the
+    engine."""
+    rest = groups_of(timed)[3]
+    interrupted = sum(it.cost.seconds for it in rest if it.kind == "refit")
+    actor = next(it.ranks for it in timed if it.role == "actor")
+    tasks: list[Task] = []
+    trained: tuple[str, ...] = ()
+    for step in range(1, steps + 1):
+        version = step - 1 - threshold
+        begun = (f"update_weights/{version}",) if version >= 1 else ()
+        samples = _sampled(timed, f"/{step}", begun)
+        samples[0] = replace(samples[0], seconds=samples[0].seconds + interrupted)
+        chain = _chain(timed, f"/{step}", (*(task.name for task in samples), *trained))
+        ended = tuple(task.name for task in chain)
+        last = [Task(f"{it.name}/{step}", actor, it.cost.seconds, ended) for it in rest]
+        tasks += [*samples, *chain, *last]
+        trained = tuple(task.name for task in (*chain, *last))
+    return tasks
+
 
 APART = ("save_checkpoint",)  # between two steps
 

@@ -19,7 +19,7 @@ from hpcrl.forecast.time.passes import Micro, PassModel, evenness, pipelined
 from hpcrl.model.sizes import ROW_MULTIPLE
 
 PACKED = 256  # sequences that are packed one by one; more are taken to need micro-batches in proportion
-OPTIMIZER_OPERATORS = 100  # gradients' norm and Adam, counted as in `hpcrl.forecast.time.operators`
+OPTIMIZER_OPERATORS = 100  # gradients' norm and Adam, counted as in `hpcrl.forecast.time.layers`
 
 
 class Packing(NamedTuple):
