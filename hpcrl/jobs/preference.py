@@ -20,8 +20,7 @@ from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.answers import AnswerDataset, LabelledDataset
 from hpcrl.data.supervision import Supervised
-from hpcrl.run.pairs import PairsConfig, PairsJob, check_loss
-from hpcrl.run.ref_logps import FILE, RefLogps, key_of
+from hpcrl.run.pairs import FILE, PairsConfig, PairsJob, RefLogps, check_loss, key_of
 from hpcrl.run.rollouts.durable_rollouts import origin_of
 from hpcrl.runtime.exits import InputError
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcrl.cli import load_job
-from hpcrl.run.ref_logps import FILE
+from hpcrl.run.pairs import FILE
 from tests.mpi.lab import Lab, metrics, run_job
 
 pytestmark = pytest.mark.ci_world(2)

@@ -17,8 +17,7 @@ import pytest
 from hpcrl.cli import load_job
 from hpcrl.engine.checkpoint.manifest import write_manifest
 from hpcrl.observe.record.archive import read_step, step_path
-from hpcrl.observe.report.token_table import write_tokens
-from hpcrl.run.replay import job_of, replayed
+from hpcrl.run.replay import job_of, replayed, write_tokens
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
 from tests.mpi.lab import ROOT, Lab, own_layout

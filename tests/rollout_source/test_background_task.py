@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from hpcrl.controller.controller import Controller, Future
 from hpcrl.observe.record.progress import PhaseTimers
-from hpcrl.run.rollouts.background_task import BackgroundTask, Steps
+from hpcrl.run.rollouts.scoring import BackgroundTask, Steps
 
 
 def test_steps_go_on_when_their_futures_are_ready_and_wait_only_when_asked() -> None:

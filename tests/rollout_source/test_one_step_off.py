@@ -13,7 +13,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Future
 from hpcrl.data.sampler import OrderedSampler
 from hpcrl.observe.record.progress import PhaseTimers
-from hpcrl.run.rollouts.background_task import Steps
+from hpcrl.run.rollouts.scoring import Steps
 from hpcrl.run.rollouts.source import Collected, RolloutContext
 from hpcrl.run.rollouts.stepwise import OneStepOff
 from hpcrl.runtime.exits import InputError

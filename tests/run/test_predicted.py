@@ -16,15 +16,16 @@ from hpcrl.forecast.time.layers import LOAD_METRIC
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.step import Prediction, Span, predict
 from hpcrl.jobs.train import Train
-from hpcrl.run.likely_cause import Evidence, likely_cause
 from hpcrl.run.performance import STEPS, Slow
 from hpcrl.run.predicted import (
     FIRST,
     Compared,
+    Evidence,
     PredictedSteps,
     Slowdowns,
     compared,
     left_out,
+    likely_cause,
     methods_by_phase,
     on_ranks,
 )

@@ -16,7 +16,7 @@ from hpcrl.batch.ragged import training_mask
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.jobs.preference import Preference
-from hpcrl.run.ref_logps import PAIRS_AT_ONCE, RefLogps
+from hpcrl.run.pairs import PAIRS_AT_ONCE, RefLogps
 from hpcrl.run.time_budget import StopRequested
 from hpcrl.runtime.exits import InputError
 from hpcrl.workers.preference import PreferencePolicy

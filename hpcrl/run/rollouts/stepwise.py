@@ -16,8 +16,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.data.curriculum import step_report
 from hpcrl.observe.record.writer import with_nan, without_nan
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.run.rollouts.background_task import BackgroundTask, Steps
-from hpcrl.run.rollouts.scoring import numbered, score, scoring
+from hpcrl.run.rollouts.scoring import BackgroundTask, Steps, numbered, score, scoring
 from hpcrl.run.rollouts.source import (
     Collected,
     Gathering,
