@@ -1,4 +1,7 @@
-"""Arguments of `hpcrl submit`: options, stages with their overrides, arrays and chains."""
+"""Arguments of `hpcrl submit`: options, stages with their overrides, arrays and chains; and what it submitted.
+
+`chain.json` in the folder of each run of a chain says what was submitted, for `hpcrl status`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import itertools
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpcrl.config.loader import quoted_path
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.sandbox.new_files import read_json, replace_json
 
 
 def array_elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[list[str]]:
@@ -150,3 +154,40 @@ def parse(arguments: Sequence[str], commands: Sequence[str], description: str = 
         request.response_lengths = parsed.response_lengths or request.response_lengths
         request.site, request.dry_run = parsed.site or request.site, parsed.dry_run or request.dry_run
     return request
+
+
+CHAIN_FILE = "chain.json"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One job of a chain. runs: folders of its runs, one for each element of an array. folder: of its script."""
+
+    command: str
+    nodes: int
+    ntasks_per_node: int
+    job: str  # Slurm's id
+    runs: tuple[str, ...]
+    folder: str
+
+    def job_of(self, number: int) -> str:
+        """Slurm's id of a run, by its place in `runs`: in an array, that of its element."""
+        is_array = len(self.runs) > 1 or self.runs[0] != self.folder
+        return f"{self.job}_{number}" if is_array else self.job
+
+
+def write_chain(links: Sequence[Link]) -> None:
+    """Write the chain into the folders of all its runs; an earlier chain of these runs is replaced."""
+    for folder in {Path(folder) for link in links for folder in (*link.runs, link.folder)}:
+        replace_json(folder / CHAIN_FILE, {"links": [asdict(link) for link in links]})
+
+
+def read_chain(folder: Path) -> list[Link] | None:
+    """The chain that the run was submitted in; None if it was not submitted, or the file is damaged."""
+    try:
+        links = read_json(folder / CHAIN_FILE, {})["links"]
+        found = [Link(**{**link, "runs": tuple(link["runs"])}) for link in links]
+    except (KeyError, TypeError):
+        return None
+    texts = [text for link in found for text in (link.command, link.job, link.folder, *link.runs)]
+    return found if all(isinstance(text, str) and "\0" not in text for text in texts) else None

@@ -5,23 +5,133 @@ It reads the runs' files and asks squeue, so it needs neither MPI nor torch, and
 
 from __future__ import annotations
 
+import math
+import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hpcrl.observe.read.logs import LEVELS, read_log
 from hpcrl.observe.read.runlog import last_rows
 from hpcrl.observe.record.progress import duration
 from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.sandbox.foreign_files import printable
 from hpcrl.sandbox.new_files import read_json
-from hpcrl.slurm import chain
-from hpcrl.slurm.chain import Link
+from hpcrl.slurm.request import CHAIN_FILE, Link, read_chain
 from hpcrl.slurm.template import INSIDE_RUN
+
+# What a job improves, by its metric, and how it is called in the table; the first one that a run has.
+REWARDS = {
+    "critic/score/mean": "",
+    "critic/rewards/mean": "",
+    "rewards/accuracies": "accuracy ",
+    "preference/accuracy": "accuracy ",
+    "train/loss": "loss ",
+}
+STEPS_OF_TREND = 10
+LOG_BYTES = 1 << 18  # of the end of rank 0's log, in which the last warning is searched
+HEADER = ["run", "state", "step", "ETA", "reward", "trend", "slice", "left", "last warning"]
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs directly below a folder, by name; [] if it is itself a run's folder. Raises InputError if it is
+    neither."""
+    if (folder / CHAIN_FILE).exists():
+        return []
+    try:
+        check_is_run(folder)
+    except InputError:
+        runs = [path for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
+        if not runs:
+            raise
+        return runs
+    return []
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / name).exists() for name in ("config.yaml", CHAIN_FILE, "metrics.jsonl"))
+
+
+def overview(runs: Sequence[Path]) -> str:
+    """The table, for the width of the terminal; whole lines where stdout is none."""
+    found = {run: read_progress(run) for run in dict.fromkeys(runs)}
+    jobs = {run: _jobs_of(run, progress) for run, progress in found.items()}
+    queue = read_queue(sorted({job for of_run in jobs.values() for job in of_run}))
+    queued = {run: next((queue[job] for job in jobs[run] if job in queue), None) if queue else None for run in found}
+    names = Counter(run.resolve().name for run in found)
+    table = [HEADER]
+    states = states_of([(run, queued[run], progress) for run, progress in found.items()])
+    for (run, progress), (state, note) in zip(found.items(), states, strict=True):
+        name = run.resolve().name
+        table.append(_line(str(run) if names[name] > 1 else name, run, progress, queued[run], state, note))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return "\n".join([*aligned(table, width), "", summary([state for state, _ in states], queue)])
+
+
+def _jobs_of(run: Path, progress: Progress) -> list[str]:
+    """Slurm's ids of the run's job: of the one that was submitted, and of the last slice."""
+    found = []
+    for link in read_chain(run) or ():
+        if link.job and link.command not in INSIDE_RUN:
+            places = [number for number, folder in enumerate(link.runs) if Path(folder).name == run.resolve().name]
+            found += [link.job_of(number) for number in places[:1]]
+    return [*found, *([progress.job] if progress.job is not None else [])]
+
+
+def _line(name: str, run: Path, progress: Progress, queued: Queued | None, state: str, note: str) -> list[str]:
+    step, eta = step_and_eta(progress, state)
+    reward, change = last_and_trend(progress.rows)
+    slices = str(progress.slices) if progress.slices else "-"
+    warning = last_warning(run) if state != "failed" else note
+    return [name, state, step, eta, reward, change, slices, _left(queued, progress, state), warning or "-"]
+
+
+def last_and_trend(rows: Mapping[int, Mapping[str, float]]) -> tuple[str, str]:
+    """The last reward, and how much it has changed over the last STEPS_OF_TREND steps, by a line fitted to them."""
+    for key, label in REWARDS.items():
+        points = [(step, row[key]) for step, row in rows.items() if step > 0 and math.isfinite(row.get(key, math.nan))]
+        if points:
+            last = points[-STEPS_OF_TREND:]
+            return f"{label}{last[-1][1]:.4g}", "-" if len(last) < 2 else f"{_fitted_change(last):+.2g}"
+    return "-", "-"
+
+
+def _fitted_change(points: Sequence[tuple[int, float]]) -> float:
+    """Slope of the least-squares line, times the steps from the first point to the last."""
+    mean_step = sum(step for step, _ in points) / len(points)
+    mean = sum(value for _, value in points) / len(points)
+    spread = sum((step - mean_step) ** 2 for step, _ in points)
+    slope = sum((step - mean_step) * (value - mean) for step, value in points) / spread
+    return slope * (points[-1][0] - points[0][0])
+
+
+def _left(queued: Queued | None, progress: Progress, state: str) -> str:
+    """Wall time that is left to the slice: squeue's, or by the end of the allocation that the run has noted."""
+    if state != "running":
+        return "-"
+    if queued is not None and queued.left and queued.left[0].isdigit():
+        return queued.left
+    return "-" if progress.ends_at is None else duration(max(progress.ends_at - time.time(), 0.0))
+
+
+def last_warning(run: Path) -> str:
+    """Time and first line of the last warning or error of hpcrl in rank 0's log; "" if there is none in its end."""
+    try:
+        lines = list(read_log(0, run / "logs" / "rank_00000.log", run, LOG_BYTES))
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        if line.level in LEVELS and line.logger.startswith("hpcrl"):
+            first, *_ = line.text.split("\n", 1)
+            return f"{line.time[11:16]} {first}"
+    return ""
+
 
 RUNS_FOLDER = "runs"  # what a command without arguments shows: the default of run.dir
 STEPS_OF_SPEED = 10  # the last steps, whose mean time the ETA is computed from
@@ -93,7 +203,6 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def reader_of(paths: Sequence[str]) -> Callable[[], str]:
     """A function that returns the state of these runs as text: of one the table of its chain, of several a line each.
     It reads the files again each time."""
-    from hpcrl.slurm.overview import overview, runs_in
 
     if not paths:
         if not Path(RUNS_FOLDER).is_dir():
@@ -120,7 +229,7 @@ def watch(text: Callable[[], str], seconds: float) -> None:
 
 def report(run: Path) -> str:
     """The table of the chain that `run` belongs to. Raises InputError if it is no run's folder."""
-    links = chain.read(run)
+    links = read_chain(run)
     if links is None:
         check_is_run(run)
         links = [Link("run", 0, 0, read_progress(run).job or "", (str(run),), str(run))]
@@ -128,7 +237,7 @@ def report(run: Path) -> str:
     table = [["job", "run", "nodes", "Slurm job", "slice", "step", "ETA", "state"]]
     listed = [(link, Path(folder), link.job_of(number)) for link in links for number, folder in enumerate(link.runs)]
     # the chain.json of another user may name any folder
-    runs = [each for each in listed if each[1].resolve() == run.resolve() or chain.read(each[1]) == links]
+    runs = [each for each in listed if each[1].resolve() == run.resolve() or read_chain(each[1]) == links]
     found = []
     for link, folder, job in runs:
         inside = folder / link.command if link.command in INSIDE_RUN else folder
@@ -137,7 +246,7 @@ def report(run: Path) -> str:
     table += [row(*run, files[2], *state) for run, files, state in zip(runs, found, states, strict=True)]
     lines = [*aligned(table), "", summary([word for word, _ in states], queue)]
     if left_out := len(listed) - len(runs):
-        lines.append(f"{left_out} of the chain's runs left out: their {chain.CHAIN_FILE} differs")
+        lines.append(f"{left_out} of the chain's runs left out: their {CHAIN_FILE} differs")
     return "\n".join(lines)
 
 

@@ -21,8 +21,8 @@ from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.run_folder import check as check_folder
 from hpcrl.runtime.run_folder import close_to_others, make_directory
 from hpcrl.sandbox.foreign_files import read_json
-from hpcrl.slurm import bundle, chain
-from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
+from hpcrl.slurm import bundle
+from hpcrl.slurm.request import Link, Request, Stage, array_elements, parse, sbatch_command, submit_chain, write_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
 from hpcrl.slurm.template import INSIDE_RUN, Batch, render
 
@@ -122,7 +122,7 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
         planned.script.write_text(render(batch, site, sys.prefix), encoding="utf-8")
         close_to_others(planned.script, is_shared=planned.configs[0].run.group_readable)
     jobs = submit_chain([planned.script for planned in plans])
-    chain.write([link(planned, job) for planned, job in zip(plans, jobs, strict=True)])
+    write_chain([link(planned, job) for planned, job in zip(plans, jobs, strict=True)])
     for planned, job in zip(plans, jobs, strict=True):
         print(f"{planned.batch.name}: job {job}, {planned.script}")
     _log(f"its state: hpcrl status {shlex.quote(str(plans[-1].batch.run_dirs[0]))}")
@@ -139,10 +139,10 @@ def runs_before(plans: Sequence[PlannedJob]) -> list[list[Path]]:
     return before[:-1]
 
 
-def link(planned: PlannedJob, job: str) -> chain.Link:
+def link(planned: PlannedJob, job: str) -> Link:
     batch = planned.batch
     runs = tuple(map(str, batch.run_dirs))
-    return chain.Link(batch.command, batch.job.nodes, batch.job.ntasks_per_node, job, runs, str(planned.folder))
+    return Link(batch.command, batch.job.nodes, batch.job.ntasks_per_node, job, runs, str(planned.folder))
 
 
 def runs_in_use(planned: PlannedJob) -> list[str]:
