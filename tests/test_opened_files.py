@@ -66,7 +66,7 @@ ELSEWHERE = {  # module -> how many places, and which files
     "observe/record/trackers.py": (2, MADE),
     "observe/record/writer.py": (1, MADE),
     "observe/trace/records.py": (1, PROC),
-    "workers/verdict_cache.py": (1, MADE),
+    "workers/judge.py": (1, MADE),
 }
 
 LISTENERS = {  # module -> how many places, and what listens; docs/security.md says until when and to whom

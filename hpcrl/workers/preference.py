@@ -1,4 +1,4 @@
-"""Training on pairs of a chosen and a rejected response: the policy and its reference."""
+"""Training on preferences: pairs of a chosen and a rejected response, good or bad responses (KTO), online DPO."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.aggregation import LossNorm
-from hpcrl.algorithms.metrics import Mean, Metric, Sum, to_floats
+from hpcrl.algorithms.metrics import Mean, MeanDifference, Metric, Sum, to_floats
 from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogps
 from hpcrl.algorithms.statistics import rollout_log_prob_statistics
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import TensorBatch, training_mask
+from hpcrl.config.derive import Derived
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.frozen import RefWorker
-from hpcrl.workers.model_worker import SEQUENCE, ModelWorker
+from hpcrl.workers.model_worker import SEQUENCE, ModelWorker, Updates
 
 PAIR = (*SEQUENCE, "loss_mask?", "ref_logps?")
 
@@ -164,3 +165,92 @@ def summed(log_probs: Tensor, mask: Tensor) -> Tensor:
 
 def of_validation(metrics: dict[str, Metric]) -> dict[str, Metric]:
     return to_floats({f"val/{name.removeprefix('train/')}": metric for name, metric in metrics.items()})
+
+
+LABELLED = (*SEQUENCE, "ref_logps", "label")
+
+
+class KtoActorWorker(PreferenceActorWorker):
+    """Row 2i of a batch is a response with a label, row 2i + 1 a response to another prompt after the same prompt, for
+    the KL term."""
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=LABELLED, phase="update_actor", updates=True)
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        """One optimizer step on the labelled responses of all replicas."""
+        kl = self._kl(batch[1::2])
+
+        def objective(norm: LossNorm) -> Callable[..., tuple[Tensor, dict[str, Metric]]]:
+            def loss(outputs: dict[str, Tensor], micro: TensorBatch) -> tuple[Tensor, dict[str, Metric]]:
+                return self._labelled_loss(outputs["log_probs"], micro, kl, norm.global_batch_size)
+
+            return loss
+
+        metrics = self.train(batch[::2], objective, loss_scale_factor=1.0, max_tokens=self.max_tokens)
+        return {**metrics, "kl": Mean(kl, 1.0)}
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=LABELLED)
+    def evaluate(self, batch: DataProto) -> dict[str, Metric]:
+        """Metrics of `update` under `val/`, without a step."""
+        kl, own = self._kl(batch[1::2]), batch[::2]
+        num_responses = self.global_norm(own, 1.0).global_batch_size
+        outputs = self.engine.log_probs(own, max_tokens=self.max_tokens, temperature=self.temperature)
+        if not self.is_leader:
+            return {}
+        _, metrics = self._labelled_loss(outputs["log_probs"].padded(), own, kl, num_responses)
+        return of_validation({**metrics, "kl": Mean(kl, 1.0)})
+
+    def _kl(self, batch: DataProto) -> float:
+        """The KL term: the mean log-ratio over all replicas, at least 0. Other ranks than those of the last stage
+        return 0."""
+        found = self.engine.log_probs(batch, max_tokens=self.max_tokens, temperature=self.temperature)
+        total = torch.zeros(2, dtype=torch.float64)
+        if found and len(batch):
+            logps = summed(found["log_probs"].padded(), batch.padded("response_mask"))
+            ratios = logps.double() - torch.from_numpy(batch.samples["ref_logps"])
+            total = torch.stack([ratios.sum(), torch.tensor(float(len(batch)), dtype=torch.float64)])
+        log_ratio, count = self.sum_over_replicas(total).tolist()
+        return max(log_ratio / max(count, 1.0), 0.0)
+
+    def _labelled_loss(
+        self, log_probs: Tensor, part: TensorBatch | DataProto, kl: float, num_responses: float
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """This part's share of the loss, a scalar, and its metrics. log_probs: (B, T)."""
+        policy = summed(log_probs, part.padded("response_mask"))
+        ref, good = (torch.from_numpy(part.samples[name]).to(policy.device) for name in ("ref_logps", "label"))
+        ratios = policy - ref
+        loss = self.loss.function(ratios, good, torch.tensor(kl, device=policy.device), self.params).sum()
+        loss = loss / num_responses
+        rewards, logps = self.params.beta * ratios.detach(), policy.detach()
+        chosen, rejected = Mean.of(rewards, good), Mean.of(rewards, ~good)
+        return loss, {
+            "train/loss": Sum(loss.detach()),
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": MeanDifference(chosen, rejected),
+            "logps/chosen": Mean.of(logps, good),
+            "logps/rejected": Mean.of(logps, ~good),
+        }
+
+
+class OnlineDpoActorWorker(PreferencePolicy):
+    """The policy of `hpcrl online_dpo`; its log-probs are those of sampling, at rollout.temperature."""
+
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived, total_steps: int
+    ) -> None:
+        options = {"total_updates": total_steps * derived.actor_updates_per_step, "exact": config.rollout.exact}
+        own, temperature = config.section("online_dpo"), config.rollout.temperature
+        super().__init__(groups, shape, config, own, temperature=temperature, **options)
+        actor = config.actor
+        self.updates = Updates(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, config.run.seed)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*PAIR, "rollout_log_probs", "routed_experts?", "prompt"), updates=True)
+    def update_actor(self, batch: DataProto) -> list[dict[str, Metric]]:
+        """All optimizer steps of a training step; the metrics of each mini-batch."""
+        found: list[dict[str, Metric]] = []
+        with self.engine.offload.on_device("parameters", "gradients", "optimizer"):
+            for mini in self.updates.mini_batches(batch):
+                if found:
+                    mini.pop(["rollout_log_probs"])  # they are those of the weights before the first update
+                found.append(self.train_pairs(mini))
+        return found

@@ -35,7 +35,7 @@ from hpcrl.runtime.groups import RoleGroups
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
-from hpcrl.workers import tool_pictures
+from hpcrl.workers import prompt_pictures
 from hpcrl.workers.model_worker import DTYPES
 from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures
 from hpcrl.workers.response_journal import ResponseJournal
@@ -233,9 +233,9 @@ class RolloutWorker(Worker):
         columns.tokens["pictures"] = column = shown.column(answers)
         columns.samples |= self.pictures.work_of(column)
         if self.agent is not None:
-            columns.samples["tool_pictures"] = np.array([tool_pictures.to_text(answer) for answer in answers], object)
+            columns.samples["tool_pictures"] = np.array([prompt_pictures.to_text(answer) for answer in answers], object)
             if "weight_version" in meta:  # training, whose samples are archived
-                tool_pictures.keep(self.picture_folder, returned)
+                prompt_pictures.keep(self.picture_folder, returned)
         counts = {"perf/pictures": float(len(shown.features)), "perf/pictures_encoded": float(shown.num_encoded)}
         if flops := self.pictures.flops(column):
             counts["perf/tower_flops"] = flops
@@ -369,7 +369,7 @@ class RolloutWorker(Worker):
             # Samples of a checkpoint have their pictures in the run's folder.
             folders = PictureFolder(folder), self.picture_folder
             texts = samples["tool_pictures"][rows] if "tool_pictures" in samples else ["[]"] * len(rows)
-            answers = [tool_pictures.of_text(text, *folders) for text in texts]
+            answers = [prompt_pictures.of_text(text, *folders) for text in texts]
             columns["pictures"] = column = self.pictures.pixels("train", samples["row"][rows].tolist(), answers)
             work = self.pictures.work_of(column)
         turns = [name for name in ("num_turns", "tool_call_counts", "tool_pictures") if name in samples]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.workers.verdict_cache import VerdictCache, answer_key
+from hpcrl.workers.judge import VerdictCache, answer_key
 
 
 def test_an_answer_is_named_by_all_that_determines_it() -> None:
