@@ -12,8 +12,8 @@ import torch
 
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import block_bytes
-from hpcrl.rollout.engines.native.decode_graphs import graph_size
 from hpcrl.rollout.engines.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.paged_decode import graph_size
 from hpcrl.rollout.engines.native.scheduler import Scheduler
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.rollout.small_model import SHAPE, draw_weights, make_requests
