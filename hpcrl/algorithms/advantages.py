@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpcrl.algorithms.aggregation import Reduce, finite_outside, one_replica
-from hpcrl.algorithms.parameters import flat_config, make, parameters_of
-from hpcrl.algorithms.registry import LazyModule, Registry
+from hpcrl.algorithms.parameters import LazyModule, Registry, flat_config, make, parameters_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from hpcrl.algorithms.metrics import Mean, Metric
-from hpcrl.algorithms.registry import LazyModule, UnknownName
+from hpcrl.algorithms.parameters import LazyModule, UnknownName
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 from hpcrl.algorithms.aggregation import token_mean
 from hpcrl.algorithms.kl import KlEstimator, kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
-from hpcrl.algorithms.parameters import param, parameters_of
+from hpcrl.algorithms.parameters import Registry, param, parameters_of
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES, Clip, DualClip
-from hpcrl.algorithms.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor

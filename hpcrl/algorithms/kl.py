@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpcrl.algorithms.aggregation import masked_mean
 from hpcrl.algorithms.metrics import Mean, Metric
-from hpcrl.algorithms.parameters import param
-from hpcrl.algorithms.registry import UnknownName
+from hpcrl.algorithms.parameters import UnknownName, param
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.algorithms.aggregation import Reduce, masked_mean, masked_sum
 from hpcrl.algorithms.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, Spread
-from hpcrl.algorithms.registry import LazyModule
+from hpcrl.algorithms.parameters import LazyModule
 
 if TYPE_CHECKING:
     import torch

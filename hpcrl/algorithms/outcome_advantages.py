@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpcrl.algorithms.advantages import Result, register_adv_est
 from hpcrl.algorithms.aggregation import Reduce, masked_whiten, one_replica
-from hpcrl.algorithms.parameters import param
-from hpcrl.algorithms.registry import LazyModule
+from hpcrl.algorithms.parameters import LazyModule, param
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from hpcrl.algorithms.parameters import param
-from hpcrl.algorithms.registry import LazyModule
+from hpcrl.algorithms.parameters import LazyModule, param
 
 if TYPE_CHECKING:
     import numpy as np

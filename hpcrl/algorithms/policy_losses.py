@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpcrl.algorithms.aggregation import LossNorm, TokenLosses, aggregate
 from hpcrl.algorithms.metrics import finish
-from hpcrl.algorithms.parameters import flat_config, make, param, parameters_of
-from hpcrl.algorithms.registry import LazyModule, Registry
+from hpcrl.algorithms.parameters import LazyModule, Registry, flat_config, make, param, parameters_of
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcrl.algorithms.parameters import param
-from hpcrl.algorithms.registry import LazyModule, Registry
+from hpcrl.algorithms.parameters import LazyModule, Registry, param
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from hpcrl.algorithms.aggregation import Reduce, one_replica
 from hpcrl.algorithms.metrics import Metric
 from hpcrl.algorithms.off_policy import importance_weights, off_policy_metrics, reject
-from hpcrl.algorithms.parameters import param
-from hpcrl.algorithms.registry import Registry
+from hpcrl.algorithms.parameters import Registry, param
 
 if TYPE_CHECKING:
     from torch import Tensor

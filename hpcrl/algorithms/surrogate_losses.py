@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from hpcrl.algorithms.aggregation import TokenLosses, masked_mean, masked_sum, token_mean
 from hpcrl.algorithms.metrics import Metric
-from hpcrl.algorithms.parameters import param
+from hpcrl.algorithms.parameters import LazyModule, param
 from hpcrl.algorithms.policy_losses import Clip, DualClip, register_policy_loss
-from hpcrl.algorithms.registry import LazyModule
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, correct_rollout
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from hpcrl.algorithms.advantages import Result, register_adv_est
 from hpcrl.algorithms.aggregation import Reduce, masked_whiten, one_replica
 from hpcrl.algorithms.outcome_advantages import Gdpo, GroupIds, group_numbers, two_best
-from hpcrl.algorithms.parameters import param
-from hpcrl.algorithms.registry import LazyModule
+from hpcrl.algorithms.parameters import LazyModule, param
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from hpcrl.algorithms.advantages import ESTIMATORS
 from hpcrl.algorithms.distillation import DISTILLATION_LOSSES
-from hpcrl.algorithms.parameters import inherited
+from hpcrl.algorithms.parameters import Registry, UnknownName, inherited
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES
-from hpcrl.algorithms.registry import Registry, UnknownName
 from hpcrl.config.problems import KeyPath, hint, validated
 from hpcrl.config.schema import Config, SamplerConfig, Section
 from hpcrl.config.yaml_core import ConfigError, Node

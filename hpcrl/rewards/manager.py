@@ -10,8 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from hpcrl.algorithms.parameters import NoParameters, param, parameters_of
-from hpcrl.algorithms.registry import LazyModule, Registry
+from hpcrl.algorithms.parameters import LazyModule, NoParameters, Registry, param, parameters_of
 from hpcrl.rewards.registry import rule_for
 from hpcrl.rewards.score_worker import Source
 from hpcrl.rewards.scorers.limits import STOPPED

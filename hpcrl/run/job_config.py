@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcrl.algorithms.registry import UnknownName
+from hpcrl.algorithms.parameters import UnknownName
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
 from hpcrl.config.loader import load_config, quoted_path, raw_value
 from hpcrl.config.schema import Config

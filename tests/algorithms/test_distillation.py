@@ -22,7 +22,7 @@ from hpcrl.algorithms.distillation import (
     register_distillation_loss,
 )
 from hpcrl.algorithms.metrics import finish, merge
-from hpcrl.algorithms.registry import UnknownName
+from hpcrl.algorithms.parameters import UnknownName
 from tests.algorithms.verl_cases import distillation as family
 
 RECORDED = np.load(Path(family.__file__).with_suffix(".npz"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from hpcrl.algorithms.registry import Registry
+from hpcrl.algorithms.parameters import Registry
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.user_code import import_file
 

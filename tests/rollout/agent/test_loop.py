@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpcrl.algorithms.metrics import finish
-from hpcrl.algorithms.registry import UnknownName
+from hpcrl.algorithms.parameters import UnknownName
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
 from hpcrl.rollout.environments.loop import AgentLoop
 from hpcrl.rollout.environments.turn_handler import turn_metrics

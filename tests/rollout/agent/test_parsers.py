@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.algorithms.registry import UnknownName
+from hpcrl.algorithms.parameters import UnknownName
 from hpcrl.rollout.environments.tools import PARSERS, BadCall, ToolCall, hermes, plain_json, register_tool_parser
 
 VALUES = st.recursive(
