@@ -1,1 +1,2 @@
-"""The batch of a step: columns, and how its samples are divided over replicas and micro-batches."""
+"""The batch of a step as columns, and its division over replicas, mini-batches and micro-batches. No messages between
+ranks (`hpcrl.controller`), and nothing of a model."""

@@ -1,1 +1,2 @@
-"""Models: shape, parameters, megatron modules, and the functions that the native rollout engine shares with them."""
+"""Models: shape, parameters and their shards, megatron modules, and the functions that the native engine shares with
+them. No optimizer, no batch of samples, no rank beyond a layout."""

@@ -1,1 +1,2 @@
-"""Rule-based scorers, custom reward functions and the manager that runs them."""
+"""Scores of responses: the manager, its processes, the rule of each data source, and the questions to a judge. No
+prompts and no engine."""

@@ -1,1 +1,2 @@
-"""The life-cycle that every job gets: start, time budget, checkpoints, validation, metrics, logs."""
+"""The life-cycle that every job gets: start, time budget, saves, validation, metrics, replay. No algorithm; loops are
+in `hpcrl.jobs`."""

@@ -1,1 +1,2 @@
-"""Start-up of the one SPMD program: MPI, torch.distributed, devices, signals and exits."""
+"""The ranks of the one SPMD program: MPI, torch.distributed, layouts and groups, devices, signals, hangs, exits. No
+model and no job."""

@@ -1,1 +1,2 @@
-"""Child processes for code that is not trusted or not ours: process trees, namespaces, supervisors, pools."""
+"""What is not trusted: processes for code of models and users, files and text of others, and files beside other users'.
+Standard library only, because children import it."""

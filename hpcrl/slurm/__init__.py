@@ -1,1 +1,1 @@
-"""`hpcrl submit`: batch jobs from a job template and a site file."""
+"""Batch jobs: `hpcrl submit`, site files, bundles, chains, and `hpcrl status`. Login nodes only; no rank imports it."""

@@ -1,1 +1,2 @@
-"""What runs on the ranks of each role."""
+"""The worker class of each role: what its ranks do when rank 0 calls. Formulas are in `hpcrl.algorithms`, models in
+`hpcrl.engine`."""

@@ -1,1 +1,2 @@
-"""The datasets of `hpcrl data`: each module has SOURCES, which maps a name to the dataset and one line of help."""
+"""Datasets of `hpcrl data`: each file declares some, by name in `SOURCES`. Rows of verl's schema only; no files are
+read or written here."""

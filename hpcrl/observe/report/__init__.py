@@ -1,0 +1,2 @@
+"""Runs for people: the HTML page of `hpcrl report`, `hpcrl samples` in a terminal, tables and curves. Folders of runs
+are read by `hpcrl.observe.read`."""
