@@ -19,8 +19,9 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.engine.checkpoint.store import TRAINER_FILE, CheckpointStore
 from hpcrl.observe.read.agreement import Agreement, compare_archives, compare_metrics
+from hpcrl.observe.read.archive import read_samples
 from hpcrl.observe.read.runlog import read_run
-from hpcrl.observe.record.archive import read_samples, step_path
+from hpcrl.observe.record.archive import step_path
 from hpcrl.observe.record.writer import METRICS_FILE
 from hpcrl.observe.report.token_table import SUFFIXES, write_tokens
 from hpcrl.run.job import SupervisedJob, TrainingJob

@@ -12,7 +12,8 @@ from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.model.blocks.router import NOT_RECORDED
-from hpcrl.observe.record.archive import PictureFolder, read_step, step_path
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import PictureFolder, step_path
 from hpcrl.rollout.protocol import Request, Trajectory
 from hpcrl.runtime.exits import InputError
 from hpcrl.workers import tool_pictures

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.observe.record.archive import UPDATE_COLUMNS, Columns, read_step
+from hpcrl.observe.read.archive import Columns, read_step
+from hpcrl.observe.record.archive import UPDATE_COLUMNS
 from hpcrl.observe.record.writer import json_line
 from hpcrl.sandbox.new_files import draft_of
 
