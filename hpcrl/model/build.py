@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from hpcrl.model.shape import Lora, ModelShape
     from hpcrl.runtime.groups import RoleGroups
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the name in a config
+
 
 def build_model(
     shape: ModelShape,

@@ -24,8 +24,9 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.engine.checkpoint.store import TRAINER_FILE, CheckpointStore
 from hpcrl.observe.read.agreement import Agreement, compare_archives, compare_metrics
+from hpcrl.observe.read.archive import Columns, read_samples, read_step
 from hpcrl.observe.read.runlog import read_run
-from hpcrl.observe.record.archive import UPDATE_COLUMNS, Columns, read_samples, read_step, step_path
+from hpcrl.observe.record.archive import UPDATE_COLUMNS, step_path
 from hpcrl.observe.record.writer import METRICS_FILE, json_line
 from hpcrl.run.job import SupervisedJob, TrainingJob
 from hpcrl.run.job_config import softmax_vocab_of

@@ -29,18 +29,17 @@ from hpcrl.engine.checkpoint.manifest import MANIFEST
 from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.offload import HostMemory, Offload, Offloadable, storages_of
-from hpcrl.model.build import copy_boxes, initial_weight
+from hpcrl.model.build import DTYPES, copy_boxes, initial_weight
 from hpcrl.model.hf_directory import open_weights
 from hpcrl.model.params import Shard, engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rewards.judge import Question, Sample, sample_scores
+from hpcrl.rollout.engines.build import native_engine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.sandbox.foreign_files import read_text, writable
-from hpcrl.workers.model_worker import DTYPES
-from hpcrl.workers.rollout import native_engine
 from hpcrl.workers.scorer import response_text, responses_of
 
 if TYPE_CHECKING:

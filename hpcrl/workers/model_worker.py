@@ -22,6 +22,7 @@ from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.engine.checkpoint.manifest import SavedPart
 from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.model.build import DTYPES
 from hpcrl.model.hf_directory import open_weights
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.groups import RoleGroups
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from hpcrl.workers.team import Team
 
 SEQUENCE = ("input_ids", "response_mask", "pictures?")  # columns of prompts and responses
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

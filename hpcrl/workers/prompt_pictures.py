@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def keep(folder: PictureFolder, pictures: Iterable[ToolPicture]) -> None:
+def keep_tool_pictures(folder: PictureFolder, pictures: Iterable[ToolPicture]) -> None:
     """Write the pictures; on failure, log a warning."""
     try:
         for picture in pictures:
@@ -43,12 +43,12 @@ def keep(folder: PictureFolder, pictures: Iterable[ToolPicture]) -> None:
         )
 
 
-def to_text(pictures: Sequence[ToolPicture]) -> str:
+def tool_pictures_text(pictures: Sequence[ToolPicture]) -> str:
     """One sample's pictures as JSON: the names of their files, and their places in the sequence."""
     return json.dumps([{"name": _name(picture), **picture.place._asdict()} for picture in pictures])
 
 
-def of_text(text: str, *folders: PictureFolder) -> tuple[ToolPicture, ...]:
+def tool_pictures_of(text: str, *folders: PictureFolder) -> tuple[ToolPicture, ...]:
     """The pictures of one sample, each from the first folder that has it.
 
     Raises ArchiveError if none has it, or if the text is another's.

@@ -23,7 +23,9 @@ from hpcrl.runtime.mpi import wait_for_ranks
 from hpcrl.workers.response_journal import ResponseJournal
 
 if TYPE_CHECKING:
-    from hpcrl.workers.rollout import RolloutWorker
+    from hpcrl.config.schema import Config
+    from hpcrl.controller.register import Worker
+    from hpcrl.workers.scorer import ResponseScorer
 
 
 @dataclass(eq=False)
@@ -80,11 +82,11 @@ class ResponseStream:
     of others would be older than their recorded version.
     """
 
-    def __init__(self, worker: RolloutWorker) -> None:
+    def __init__(self, worker: Worker, scorer: ResponseScorer | None, config: Config) -> None:
         self.worker = worker
-        self.scorer = worker.scorer
-        self.capacity = worker.config.rollout.max_num_seqs
-        self.interrupts = worker.config.async_training.partial_rollout
+        self.scorer = scorer
+        self.capacity = config.rollout.max_num_seqs
+        self.interrupts = config.async_training.partial_rollout
         self.journal: ResponseJournal | None = None  # on the leader, if responses are kept for a restart
         self._busy_seconds = 0.0  # since the previous notification
         self._waiting: deque[Response] = deque()  # on the leader: not yet given to the engine

@@ -2,111 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcrl.algorithms.metrics import Metric, Sum, merge
-from hpcrl.batch.data_proto import Columns, DataProto
-from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.plugins import parameters
 from hpcrl.config.roles import ROLLOUT
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.model.blocks.router import NOT_RECORDED
-from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import kv_cache_bytes
-from hpcrl.observe.record.archive import PictureFolder, read_step, step_path
+from hpcrl.observe.record.archive import PictureFolder
 from hpcrl.rewards.manager import REWARD_MANAGERS
+from hpcrl.rollout.engines.build import make_engine
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.environments.loop import AgentLoop
 from hpcrl.rollout.environments.turn_handler import turn_columns, turn_metrics, turns_for_scorer
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
-from hpcrl.runtime import accelerator, platform
-from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.groups import RoleGroups
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
-from hpcrl.workers import prompt_pictures
-from hpcrl.workers.model_worker import DTYPES
-from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures
+from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures, keep_tool_pictures, tool_pictures_text
+from hpcrl.workers.response_columns import WRITTEN, recorded_responses, response_columns
 from hpcrl.workers.response_journal import ResponseJournal
 from hpcrl.workers.response_stream import Response, ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
 
 if TYPE_CHECKING:
-    import torch
-
-    from hpcrl.config.schema import EngineConfig
     from hpcrl.workers.team import Team
-
-
-def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
-    """Make the engine. Collective over the ranks of a replica. Training should have allocated its memory before,
-    because the KV cache takes a share of the free memory."""
-    rollout, device = config.rollout, platform.device()
-    if rollout.engine == "tensorrt_llm":
-        from hpcrl.rollout.engines.tensorrt_llm.engine import make_engine as make_tensorrt_llm
-
-        return make_tensorrt_llm(config, shape, groups, device)
-    return native_engine(
-        groups,
-        shape,
-        rollout,
-        DTYPES[rollout.dtype or config.model.dtype],
-        config.data.max_prompt_length + config.data.max_response_length,
-        ranks_on_node=ranks_on_node,
-        enable_prefix_caching=rollout.enable_prefix_caching,
-        exact=rollout.exact,
-    )
-
-
-def native_engine(
-    groups: RoleGroups,
-    shape: ModelShape,
-    cfg: EngineConfig,
-    dtype: torch.dtype,
-    max_model_len: int,
-    *,
-    ranks_on_node: int,
-    enable_prefix_caching: bool = True,
-    exact: bool = False,
-) -> NativeEngine:
-    """A native engine with the sizes of a role's config section. max_model_len: tokens of prompt and response."""
-    device, tp = platform.device(), groups.layout.tp
-    if cfg.kv_cache_gib is not None:
-        cache = int(cfg.kv_cache_gib * 2**30)
-    else:
-        limits = {"max_num_seqs": cfg.max_num_seqs, "max_model_len": max_model_len}
-        free, share = accelerator.free_bytes(device, ranks_on_node), cfg.gpu_memory_utilization
-        cache = kv_cache_bytes(shape, tp, dtype.itemsize, **limits, free_bytes=free, utilization=share)
-    return NativeEngine(
-        shape,
-        groups.tp if tp > 1 else None,
-        groups.coord.tp,
-        tp,
-        dtype,
-        max_num_seqs=cfg.max_num_seqs,
-        max_num_batched_tokens=cfg.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        kv_cache_bytes=cache,
-        enable_prefix_caching=enable_prefix_caching,
-        enforce_eager=cfg.enforce_eager,
-        exact=exact,
-        device=device,
-    )
-
-
-RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
-WRITTEN = (*RECORDED, "routed_experts?", "pictures?")
 
 
 class RolloutWorker(Worker):
@@ -138,7 +66,7 @@ class RolloutWorker(Worker):
         self.config = config
         self.recalled_version: int | None = None  # of the weights that drew the responses in the journal
         self.picture_folder = PictureFolder(run_directory(config) / "rollouts", rank)
-        self.stream = ResponseStream(self)
+        self.stream = ResponseStream(self, scorer, config)
 
     @classmethod
     def build(cls, team: Team, role: str) -> RolloutWorker | None:
@@ -233,9 +161,9 @@ class RolloutWorker(Worker):
         columns.tokens["pictures"] = column = shown.column(answers)
         columns.samples |= self.pictures.work_of(column)
         if self.agent is not None:
-            columns.samples["tool_pictures"] = np.array([prompt_pictures.to_text(answer) for answer in answers], object)
+            columns.samples["tool_pictures"] = np.array([tool_pictures_text(answer) for answer in answers], object)
             if "weight_version" in meta:  # training, whose samples are archived
-                prompt_pictures.keep(self.picture_folder, returned)
+                keep_tool_pictures(self.picture_folder, returned)
         counts = {"perf/pictures": float(len(shown.features)), "perf/pictures_encoded": float(shown.num_encoded)}
         if flops := self.pictures.flops(column):
             counts["perf/tower_flops"] = flops
@@ -341,46 +269,16 @@ class RolloutWorker(Worker):
 
         `scores`: read their scores as well.
         """
-        needs_experts = self.config.actor.router_replay.mode == "R3"
-        names = [*RECORDED, *["token_level_scores"] * scores, *["routed_experts?"] * needs_experts]
-        tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
-        if needs_experts and "routed_experts" not in tokens:
-            raise InputError(
-                f"{folder}: the recording has no routed_experts, which actor.router_replay.mode=R3 "
-                "replays; record with R3, or use another mode"
-            )
-        rows = batch.samples["position"]
-        for uid, row, epoch in zip(*(samples[name][rows].tolist() for name in ("uid", "row", "epoch")), strict=True):
-            found = self.prompts["train"].uid(row, epoch) if row < len(self.prompts["train"]) else "no such row"
-            if uid != found:
-                raise InputError(
-                    f"{folder}: recorded sample {uid} is {found} in data.train_files; "
-                    "replay with the data files and the filter of the recording"
-                )
-        largest = tokens["input_ids"][0].max(initial=0)
-        if largest >= self.softmax_size:
-            raise InputError(
-                f"{folder}: the recording has the token id {largest}, and the vocabulary ends at "
-                f"{self.softmax_size - 1}; replay with model.softmax_vocab=config, or with the model of the recording"
-            )
-        columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
-        work: dict[str, np.ndarray] = {}
-        if self.pictures is not None:
-            # Samples of a checkpoint have their pictures in the run's folder.
-            folders = PictureFolder(folder), self.picture_folder
-            texts = samples["tool_pictures"][rows] if "tool_pictures" in samples else ["[]"] * len(rows)
-            answers = [prompt_pictures.of_text(text, *folders) for text in texts]
-            columns["pictures"] = column = self.pictures.pixels("train", samples["row"][rows].tolist(), answers)
-            work = self.pictures.work_of(column)
-        turns = [name for name in ("num_turns", "tool_call_counts", "tool_pictures") if name in samples]
-        kept = ["prompt_length", "response_length", "finish_reason", *turns]
-        if scores:
-            samples["extras"] = np.array([json.loads(text) for text in samples["extras"]], object)
-            kept += [name for name in ("score", "acc", "extras", "rm_score", "judge_score") if name in samples]
-            if "verdicts" in samples:
-                verdicts = [text.encode("utf-8") for text in samples["verdicts"][rows]]
-                columns["verdicts"] = Ragged.from_rows([np.frombuffer(text, np.uint8) for text in verdicts], np.uint8)
-        return DataProto(columns, {name: samples[name][rows] for name in kept} | work, {})
+        return recorded_responses(
+            batch,
+            folder,
+            self.prompts["train"],
+            self.softmax_size,
+            needs_experts=self.config.actor.router_replay.mode == "R3",
+            scores=scores,
+            pictures=self.pictures,
+            picture_folder=self.picture_folder,
+        )
 
     def _requests(self, batch: DataProto) -> list[Request]:
         prompts = self.prompts[batch.meta_info["split"]]
@@ -421,37 +319,3 @@ def _response_scorer(team: Team) -> ResponseScorer:
         params = parameters(config, "reward", chosen.name)
         manager = chosen.function(config.reward, params, config.data.max_response_length, str(log_path))
     return ResponseScorer(manager, team.inputs.tokenizer, team.inputs.prompts)
-
-
-def response_columns(requests: Sequence[Request], trajectories: Sequence[Trajectory]) -> DataProto:
-    """Responses as columns: sequences are prompt then response; `response_mask` and `rollout_log_probs` have an entry
-    per response token, `routed_experts`, if responses have them, a row per token of the sequence."""
-    prompt_length = np.array([len(request.prompt_ids) for request in requests], np.int32)
-    response_length = np.array([len(found.token_ids) for found in trajectories], np.int32)
-    pairs = zip(requests, trajectories, strict=True)
-    ids = [np.concatenate([request.prompt_ids, found.token_ids]) for request, found in pairs]
-    columns: Columns = {
-        "input_ids": Ragged.from_rows(ids, np.int32),
-        "response_mask": Ragged.from_rows([found.mask for found in trajectories], np.int32),
-        "rollout_log_probs": Ragged.from_rows([found.log_probs for found in trajectories], np.float32),
-    }
-    if trajectories and trajectories[0].routed_experts is not None:
-        parts = [found.routed_experts for found in trajectories]
-        columns["routed_experts"] = _experts(parts, prompt_length + response_length)
-    reasons = np.array([found.finish_reason for found in trajectories], dtype=object)
-    samples = {"prompt_length": prompt_length, "response_length": response_length, "finish_reason": reasons}
-    return DataProto(columns, samples, {})
-
-
-def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
-    """Column `routed_experts` (see `hpcrl.engine.microbatch`); tokens that were not run, such as the last one, have no
-    record."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        raise ValueError(f"{len(parts) - len(known)} of {len(parts)} responses have no routed_experts")
-    width = known[0].shape[1]
-    values = np.full((int(lengths.sum()), width), NOT_RECORDED, np.int16)
-    ends = lengths.cumsum().tolist()
-    for part, end, length in zip(known, ends, lengths.tolist(), strict=True):
-        values[end - length :][: len(part)] = part
-    return Ragged.from_lengths(values.reshape(-1), lengths * width)

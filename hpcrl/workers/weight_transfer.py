@@ -21,6 +21,7 @@ from hpcrl.engine.checkpoint.store import fsync
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit, RefitReport
 from hpcrl.engine.refit.transports import nodes_of
+from hpcrl.model.build import DTYPES
 from hpcrl.model.hf_directory import whole_tensors
 from hpcrl.model.hf_files import ADAPTER_WEIGHTS, peft_shards, plan_files
 from hpcrl.model.params import Shard
@@ -28,7 +29,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World, before_mpi_finalize
-from hpcrl.workers.model_worker import DTYPES, ModelWorker
+from hpcrl.workers.model_worker import ModelWorker
 from hpcrl.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:

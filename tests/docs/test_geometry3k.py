@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.observe.record.archive import read_step, step_path
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import step_path
 from tests.docs.pages import ROOT, blocks_of
 from tests.docs.test_commands import LINKS, make_environment, run, undocumented
 from tests.geometry import write_geometry

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hpcrl.algorithms import advantage
-from hpcrl.observe.record.archive import read_step, step_path
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import step_path
 from tests.mpi.lab import Lab, metrics, on, own_layout
 
 pytestmark = pytest.mark.ci_world(2)

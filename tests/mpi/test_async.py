@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.observe.record.archive import RolloutLog, read_samples, read_step, step_path
+from hpcrl.observe.read.archive import read_samples, read_step
+from hpcrl.observe.record.archive import RolloutLog, step_path
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.response_stream import ResponseStream
 from hpcrl.workers.rollout import RolloutWorker

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.observe.record.archive import read_step, step_path
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import step_path
 from tests.covering import slow_but
 from tests.mpi.lab import Lab, interrupted, metrics, on, own_layout, reused
 from tests.mpi.test_async import APART, TP2

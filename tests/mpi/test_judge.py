@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcrl.observe.record.archive import read_samples, step_path
+from hpcrl.observe.read.archive import read_samples
+from hpcrl.observe.record.archive import step_path
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from tests.mpi.lab import ROOT, Lab, metrics
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcrl.observe.record.archive import read_step, step_path
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import step_path
 from tests.mpi.lab import Lab, metrics, on
 
 pytestmark = pytest.mark.ci_world(2)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcrl.observe.record.archive import read_samples, step_path
+from hpcrl.observe.read.archive import read_samples
+from hpcrl.observe.record.archive import step_path
 from tests.mpi.lab import Lab, metrics, own_layout
 from tests.mpi.test_preference import assert_agree
 

@@ -13,7 +13,8 @@ from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.step import predict
 from hpcrl.jobs.train import Train
 from hpcrl.machine.machine_file import read_machine
-from hpcrl.observe.record.archive import read_samples, step_path
+from hpcrl.observe.read.archive import read_samples
+from hpcrl.observe.record.archive import step_path
 from hpcrl.run.predicted import on_ranks
 from tests.mpi.lab import Lab, run_job
 from tests.mpi.test_async import GRPO

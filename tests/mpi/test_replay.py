@@ -16,7 +16,8 @@ import pytest
 
 from hpcrl.cli import load_job
 from hpcrl.engine.checkpoint.manifest import write_manifest
-from hpcrl.observe.record.archive import read_step, step_path
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import step_path
 from hpcrl.run.replay import job_of, replayed, write_tokens
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory

@@ -20,8 +20,8 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, kv_bytes_per_token
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
+from hpcrl.workers.response_columns import response_columns
 from hpcrl.workers.response_stream import Response
-from hpcrl.workers.rollout import response_columns
 from tests.mpi.layouts import (
     DEEPSEEK,
     MIXTURE,

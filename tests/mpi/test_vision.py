@@ -25,7 +25,7 @@ from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams, Trajectory
 from hpcrl.runtime.groups import GroupCache, make_groups
 from hpcrl.runtime.layout import Layout
-from hpcrl.workers.rollout import response_columns
+from hpcrl.workers.response_columns import response_columns
 from tests.model.vision_models import (
     VISION_MODELS,
     Sample,

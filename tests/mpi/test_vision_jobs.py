@@ -15,7 +15,8 @@ from PIL import Image
 
 from hpcrl.batch.ragged import Ragged
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.observe.record.archive import read_step, step_path
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import step_path
 from hpcrl.runtime.exits import BAD_INPUT, InputError, exit_code
 from tests.geometry import SIDE, write_geometry
 from tests.mpi.lab import ROOT, Lab, interrupted, metrics, on, own_layout, reused

@@ -12,7 +12,8 @@ import torch
 
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
-from hpcrl.observe.record.archive import read_step, step_path
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import step_path
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.groups import GroupCache
 from hpcrl.runtime.layout import Layout

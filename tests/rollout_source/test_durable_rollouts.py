@@ -13,7 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from hpcrl.observe.record.archive import generation_log, generation_logs, read_records, read_step, step_path
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import generation_log, generation_logs, read_records, step_path
 from hpcrl.run.rollouts.durable_rollouts import DurableRollouts, bring_back
 from hpcrl.run.start import set_aside
 from hpcrl.workers.response_journal import ARRAYS

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcrl.observe.read.archive import read_step
 from hpcrl.observe.record.archive import (
     ArchiveError,
     RolloutLog,
@@ -20,7 +21,6 @@ from hpcrl.observe.record.archive import (
     finish_step,
     log_path,
     read_records,
-    read_step,
     step_path,
 )
 

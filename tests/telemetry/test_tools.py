@@ -132,7 +132,7 @@ def test_tools_need_neither_torch_nor_mpi(tmp_path, module, with_jsonl):
     if not with_jsonl:
         (tmp_path / "run" / "metrics.jsonl").unlink()
     program = (
-        f"import sys; from hpcrl.observe.{module} import main; assert main(sys.argv[1:]) == 0;"
+        f"import sys; from hpcrl.observe.report.{module} import main; assert main(sys.argv[1:]) == 0;"
         "import json; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
     out = [] if module != "curves" else ["--out", str(tmp_path / "curves.png")]

@@ -23,8 +23,9 @@ from hpcrl.forecast.time.layers import with_measured_load
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.step import GENERATES, Prediction, predict
 from hpcrl.machine.machine_file import Machine, check_target, read_machine, save
+from hpcrl.observe.read.archive import read_samples
 from hpcrl.observe.read.runlog import RunError, read_run
-from hpcrl.observe.record.archive import ArchiveError, read_samples, step_path
+from hpcrl.observe.record.archive import ArchiveError, step_path
 from hpcrl.runtime.exits import InputError
 
 WARM_UP = 2  # first steps of a run, in which kernels are compiled and buffers made

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcrl.observe.record.archive import read_step, step_path
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import step_path
 
 # Metrics of how long and how large, which no two runs share, and which samples a replica had.
 OF_A_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/", "global_seqlen/", "fully_async/")

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.observe.read.archive import read_step
 from hpcrl.observe.read.token_text import TokenText, token_text_of
-from hpcrl.observe.record.archive import ArchiveError, read_step, step_path
+from hpcrl.observe.record.archive import ArchiveError, step_path
 from hpcrl.sandbox.foreign_files import is_folder, parse_json
 
 FOLDER = "rollouts"  # of a run

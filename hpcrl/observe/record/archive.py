@@ -8,7 +8,8 @@ the logs into one HDF5 file:
     step_00000020.h5                   tokens/<column>/{values,offsets}, samples/<name>, attributes seed, step,
                                        weight_version, schema = 1
 
-Pictures of the samples are in its folder pictures: see `PictureFolder`.
+`hpcrl.observe.read.archive` reads the HDF5 files. Pictures of the samples are in the folder pictures: see
+`PictureFolder`.
 
 Logs of responses that are generated and not yet trained on are in the same folder, step_00000021.rank_00003.gen.log:
 see `generation_log`.
@@ -21,15 +22,14 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgpack
 import numpy as np
 
-from hpcrl.sandbox.foreign_files import ERRORS, ForeignFileError, named, open_file, read_bytes
+from hpcrl.sandbox.foreign_files import ERRORS, open_file, read_bytes
 
 if TYPE_CHECKING:
     import h5py
@@ -121,7 +121,6 @@ UPDATE_COLUMNS = ("update_log_probs", "new_log_probs", "loss_gradients")
 _FILE_NAME = re.compile(r"step_(\d{8,})\.(h5|h5\.tmp|rank_\d+\.log)")
 
 Scalar = int | float | bool | str
-Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # column -> (values (total,), offsets int64 (samples + 1,))
 
 
 class ArchiveError(ValueError):
@@ -286,69 +285,3 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def read_samples(
-    path: str | os.PathLike[str], names: Collection[str] | None = None, root: Path | None = None
-) -> dict[str, np.ndarray]:
-    """Return the sample columns only, those of `names` or all; otherwise as `read_step`."""
-    return read_step(path, names=(), sample_names=names, root=root)[1]
-
-
-@contextmanager
-def open_archive(path: str | os.PathLike[str], root: Path | None = None) -> Iterator[h5py.File]:
-    """Context with an archive inside `root`; None: its folder. Raises OSError."""
-    import h5py
-
-    with named(path, root) as name, h5py.File(name, "r") as file:
-        yield file
-
-
-def read_step(
-    path: str | os.PathLike[str],
-    names: Collection[str] | None = None,
-    sample_names: Collection[str] | None = None,
-    root: Path | None = None,
-) -> tuple[Columns, dict[str, np.ndarray], dict[str, int]]:
-    """Return (token columns, sample columns, attributes); strings are object arrays of `str`.
-
-    `names`: the token columns to read; a "?" at the end marks an optional one; None: all. `sample_names`: the sample
-    columns; None: all. root: the folder that the file is inside; None: its own. Raises ArchiveError for a missing or
-    damaged file, or one of another format.
-    """
-    from hpcrl.observe.read.untrusted_hdf5 import column, member
-
-    try:
-        with open_archive(path, root) as file:
-            if file.attrs.get("schema") != SCHEMA:
-                raise ArchiveError(
-                    f"{path}: schema {file.attrs.get('schema')} where {SCHEMA} is expected; not a rollout archive "
-                    "of this version"
-                )
-            attributes = {name: int(file.attrs[name]) for name in ("seed", "step", "weight_version", "schema")}
-            recorded = member(file, "tokens")
-            selected = recorded if names is None else names
-            present = [name.removesuffix("?") for name in selected if not name.endswith("?") or name[:-1] in recorded]
-            columns = {name: member(recorded, name) for name in present}
-            tokens = {name: (column(group, "values"), column(group, "offsets")) for name, group in columns.items()}
-            found = member(file, "samples")
-            samples = {name: column(found, name) for name in (found if sample_names is None else sample_names)}
-    except ArchiveError:
-        raise
-    except FileNotFoundError:
-        raise ArchiveError(f"{path}: no such rollout file") from None
-    except ForeignFileError as error:
-        raise ArchiveError(str(error)) from None
-    except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise ArchiveError(f"{path}: not a whole rollout archive ({error})") from error
-    _check_lengths(path, tokens, samples)
-    return tokens, samples, attributes
-
-
-def _check_lengths(path: str | os.PathLike[str], tokens: Columns, samples: dict[str, np.ndarray]) -> None:
-    counts = {len(offsets) - 1 for _, offsets in tokens.values()} | {len(values) for values in samples.values()}
-    if len(counts) > 1:
-        raise ArchiveError(f"{path}: columns have {sorted(counts)} samples; all must have the same number")
-    for name, (values, offsets) in tokens.items():
-        if offsets[0] != 0 or offsets[-1] != len(values) or np.any(np.diff(offsets) < 0):
-            raise ArchiveError(f"{path}: offsets of tokens/{name} do not fit its {len(values)} values")

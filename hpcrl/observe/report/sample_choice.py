@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcrl.observe.read.archive import column, member, open_archive
 from hpcrl.observe.read.logs import shorten
 from hpcrl.observe.read.samples import FOLDER, Sample, read_step_samples, recorded_steps
-from hpcrl.observe.read.untrusted_hdf5 import column, member
-from hpcrl.observe.record.archive import ArchiveError, open_archive, step_path
+from hpcrl.observe.record.archive import ArchiveError, step_path
 from hpcrl.observe.report.charts import evenly_spaced, number
 from hpcrl.sandbox.foreign_files import ERRORS, ForeignFileError
 

@@ -171,8 +171,9 @@ def chosen_steps(steps: Sequence[int], text: str | None) -> list[int]:
 def may_have_uid(run: Path, step: int, uid: str) -> bool:
     """Whether a step has the uid, or is damaged. Small files are searched for its bytes, because archives are not
     compressed and reading a column takes several milliseconds; of others that column is read."""
+    from hpcrl.observe.read.archive import open_archive, read_samples
     from hpcrl.observe.read.samples import FOLDER
-    from hpcrl.observe.record.archive import ArchiveError, open_archive, read_samples, step_path
+    from hpcrl.observe.record.archive import ArchiveError, step_path
 
     path = step_path(run / FOLDER, step)
     try:

@@ -19,7 +19,8 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.data.curriculum import StepReport
 from hpcrl.data.sampler import Sampler
-from hpcrl.observe.record.archive import finish_step, read_samples, step_path
+from hpcrl.observe.read.archive import read_samples
+from hpcrl.observe.record.archive import finish_step, step_path
 from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rewards.manager import numbers_of
 from hpcrl.rollout.protocol import SamplingParams

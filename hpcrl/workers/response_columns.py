@@ -1,0 +1,125 @@
+"""Responses as columns of a batch: those that are drawn, and those of a recording."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpcrl.batch.data_proto import Columns, DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.data.prompts import PromptDataset
+from hpcrl.model.blocks.router import NOT_RECORDED
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import PictureFolder, step_path
+from hpcrl.rollout.protocol import Request, Trajectory
+from hpcrl.runtime.exits import InputError
+from hpcrl.workers.prompt_pictures import PromptPictures, tool_pictures_of
+
+RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
+WRITTEN = (*RECORDED, "routed_experts?", "pictures?")
+
+
+def response_columns(requests: Sequence[Request], trajectories: Sequence[Trajectory]) -> DataProto:
+    """Responses as columns: sequences are prompt then response; `response_mask` and `rollout_log_probs` have an entry
+    per response token, `routed_experts`, if responses have them, a row per token of the sequence."""
+    prompt_length = np.array([len(request.prompt_ids) for request in requests], np.int32)
+    response_length = np.array([len(found.token_ids) for found in trajectories], np.int32)
+    pairs = zip(requests, trajectories, strict=True)
+    ids = [np.concatenate([request.prompt_ids, found.token_ids]) for request, found in pairs]
+    columns: Columns = {
+        "input_ids": Ragged.from_rows(ids, np.int32),
+        "response_mask": Ragged.from_rows([found.mask for found in trajectories], np.int32),
+        "rollout_log_probs": Ragged.from_rows([found.log_probs for found in trajectories], np.float32),
+    }
+    if trajectories and trajectories[0].routed_experts is not None:
+        parts = [found.routed_experts for found in trajectories]
+        columns["routed_experts"] = _experts(parts, prompt_length + response_length)
+    reasons = np.array([found.finish_reason for found in trajectories], dtype=object)
+    samples = {"prompt_length": prompt_length, "response_length": response_length, "finish_reason": reasons}
+    return DataProto(columns, samples, {})
+
+
+def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
+    """Column `routed_experts` (see `hpcrl.engine.microbatch`); tokens that were not run, such as the last one, have no
+    record."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        raise ValueError(f"{len(parts) - len(known)} of {len(parts)} responses have no routed_experts")
+    width = known[0].shape[1]
+    values = np.full((int(lengths.sum()), width), NOT_RECORDED, np.int16)
+    ends = lengths.cumsum().tolist()
+    for part, end, length in zip(known, ends, lengths.tolist(), strict=True):
+        values[end - length :][: len(part)] = part
+    return Ragged.from_lengths(values.reshape(-1), lengths * width)
+
+
+def recorded_responses(
+    batch: DataProto,
+    folder: str,
+    prompts: PromptDataset,
+    softmax_size: int,
+    *,
+    needs_experts: bool,
+    scores: bool,
+    pictures: PromptPictures | None,
+    picture_folder: PictureFolder,
+) -> DataProto:
+    """Responses of meta_info["step"] in the archive `folder`; `position` is the row there.
+
+    softmax_size: of the vocabulary. needs_experts: read `routed_experts`. scores: read their scores as well. pictures:
+    those of prompts, of a vision-language model. picture_folder: of the run.
+    """
+    names = [*RECORDED, *["token_level_scores"] * scores, *["routed_experts?"] * needs_experts]
+    tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
+    if needs_experts and "routed_experts" not in tokens:
+        raise InputError(
+            f"{folder}: the recording has no routed_experts, which actor.router_replay.mode=R3 "
+            "replays; record with R3, or use another mode"
+        )
+    rows = batch.samples["position"]
+    _check_fit(folder, tokens, samples, rows, prompts, softmax_size)
+    columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
+    work: dict[str, np.ndarray] = {}
+    if pictures is not None:
+        # Samples of a checkpoint have their pictures in the run's folder.
+        folders = PictureFolder(folder), picture_folder
+        texts = samples["tool_pictures"][rows] if "tool_pictures" in samples else ["[]"] * len(rows)
+        answers = [tool_pictures_of(text, *folders) for text in texts]
+        columns["pictures"] = column = pictures.pixels("train", samples["row"][rows].tolist(), answers)
+        work = pictures.work_of(column)
+    turns = [name for name in ("num_turns", "tool_call_counts", "tool_pictures") if name in samples]
+    kept = ["prompt_length", "response_length", "finish_reason", *turns]
+    if scores:
+        samples["extras"] = np.array([json.loads(text) for text in samples["extras"]], object)
+        kept += [name for name in ("score", "acc", "extras", "rm_score", "judge_score") if name in samples]
+        if "verdicts" in samples:
+            verdicts = [text.encode("utf-8") for text in samples["verdicts"][rows]]
+            columns["verdicts"] = Ragged.from_rows([np.frombuffer(text, np.uint8) for text in verdicts], np.uint8)
+    return DataProto(columns, {name: samples[name][rows] for name in kept} | work, {})
+
+
+def _check_fit(
+    folder: str,
+    tokens: dict[str, tuple[np.ndarray, np.ndarray]],
+    samples: dict[str, np.ndarray],
+    rows: np.ndarray,
+    prompts: PromptDataset,
+    softmax_size: int,
+) -> None:
+    """Raise InputError for a recording with other data files or a larger vocabulary."""
+    for uid, row, epoch in zip(*(samples[name][rows].tolist() for name in ("uid", "row", "epoch")), strict=True):
+        found = prompts.uid(row, epoch) if row < len(prompts) else "no such row"
+        if uid != found:
+            raise InputError(
+                f"{folder}: recorded sample {uid} is {found} in data.train_files; "
+                "replay with the data files and the filter of the recording"
+            )
+    largest = tokens["input_ids"][0].max(initial=0)
+    if largest >= softmax_size:
+        raise InputError(
+            f"{folder}: the recording has the token id {largest}, and the vocabulary ends at "
+            f"{softmax_size - 1}; replay with model.softmax_vocab=config, or with the model of the recording"
+        )
