@@ -549,7 +549,7 @@ FAULTS = [
     Fault(
         "events-killed",
         "a run whose rank 0 is killed runs the command of job.on_event",
-        "runtime/event_process.py",
+        "runtime/events.py",
         'self._end(found.get("code"), found or {"error": "rank 0 was killed"})',
         "self._give_up = time.monotonic()",
         0,

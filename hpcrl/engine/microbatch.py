@@ -21,7 +21,7 @@ from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged, moved, padded_places
 from hpcrl.model.blocks.rope import rope_positions
 from hpcrl.model.blocks.router import NOT_RECORDED, Routing
-from hpcrl.model.packed import PackedTokens, pack, places, tokens_of
+from hpcrl.model.gpt import PackedTokens, pack, places, tokens_of
 from hpcrl.model.tower import PackedPictures, Pixels
 from hpcrl.runtime.exits import InputError
 

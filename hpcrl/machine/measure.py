@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcrl.machine.fits import crowding, ring_bandwidth, shared_cores
+from hpcrl.machine.machine_file import crowding, ring_bandwidth, shared_cores
 from hpcrl.machine.measure_rank import (
     DeviceFigures,
     best,

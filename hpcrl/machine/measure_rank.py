@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcrl.machine.fits import bus_bandwidth, fit_link, fit_rate, group_sizes
+from hpcrl.machine.machine_file import bus_bandwidth, fit_link, fit_rate, group_sizes
 
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World

@@ -17,8 +17,7 @@ from hpcrl.rewards.scorers.limits import STOPPED
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.spans import spans
 from hpcrl.sandbox.isolation import probe_in_child
-from hpcrl.sandbox.process_pool import ProcessPool, RateLimit
-from hpcrl.sandbox.time_budget import TimeBudget
+from hpcrl.sandbox.process_pool import ProcessPool, RateLimit, TimeBudget
 from hpcrl.sandbox.worker import Outcome
 
 if TYPE_CHECKING:

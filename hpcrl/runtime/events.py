@@ -7,7 +7,10 @@
     hang      no rank made progress, and the watchdog ends the job
     failed    any other end: an error, bad input, or rank 0 was killed
 
-`hpcrl.runtime.event_process` is what that process runs. It outlives rank 0, and so reports its end as well.
+The process runs one command after the other, for each event. It outlives rank 0, and so reports its end as well: a
+launcher's signals do not end it. When rank 0 ends, or an exit.json appears that no planned end has written, it reports
+the run's end, has END_SECONDS for the commands, and exits. Once another job has taken the run's folder, it starts no
+command.
 """
 
 from __future__ import annotations
@@ -16,16 +19,252 @@ import json
 import logging
 import os
 import select
+import shlex
+import signal
+import socket
+import subprocess
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple, NoReturn
 
 from hpcrl.runtime import exits, run_owner
-from hpcrl.runtime.event_process import END_SECONDS, MOST_BYTES, RECORD, Settings, serve
 from hpcrl.sandbox import fork_server
+from hpcrl.sandbox.foreign_files import ERRORS, printable
+from hpcrl.sandbox.new_files import read_json
+from hpcrl.sandbox.process_tree import STOP_SIGNALS
+
+LOG, RECORD = "logs/events.log", "logs/events.jsonl"  # output of the commands; a line for each that has run
+COMMAND_SECONDS = 60.0  # for a command; then it is killed
+END_SECONDS = 5.0  # for the commands of the run's end
+TICK_SECONDS = 0.2
+MOST_BYTES = 4096  # of a message: a pipe takes up to so many as a whole
+LONGEST = 2000  # characters of a text in the environment
+DONE, REQUEUE, HANG = 0, 85, 86  # of hpcrl.runtime.exits
+LAST = {DONE: "done", REQUEUE: "left", HANG: "hang"}  # exit code -> event; others: failed
+CONTINUES = ("started", "saved")
+
+
+class Settings(NamedTuple):
+    """folder: of the run. job, restart: Slurm's. owner: number of the job among the folder's owners, if it has one."""
+
+    folder: str
+    commands: tuple[str, ...]
+    job: str | None = None
+    restart: int = 0
+    owner: int | None = None
+
+
+class Pending(NamedTuple):
+    command: str
+    event: dict[str, Any]
+    is_last: bool  # the last command of the run's end
+
+
+class Running(NamedTuple):
+    process: subprocess.Popen[bytes]
+    pending: Pending
+    began: float  # monotonic time
+
+
+def serve(events: Connection, results: Connection, settings: Settings) -> NoReturn:
+    """Run the commands until the run has ended. In a child of the fork server."""
+    for signum in (signal.SIGHUP, signal.SIGQUIT, *STOP_SIGNALS):
+        signal.signal(signum, signal.SIG_IGN)  # the commands inherit it
+    os.setsid()
+    log = open(Path(settings.folder) / LOG, "ab", buffering=0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):  # else launchers wait for the end of this process, which has the rank's pipes
+        os.dup2(log.fileno() if number else nothing, number)
+    os.set_blocking(results.fileno(), False)
+    try:
+        Runner(events.fileno(), results.fileno(), settings, log).run()
+    finally:
+        os._exit(0)
+
+
+class Runner:
+    def __init__(self, events: int, results: int, settings: Settings, log: IO[bytes]) -> None:
+        """events, results: file descriptors, of JSON lines from rank 0 and of lines of text to it."""
+        self._events, self._results, self._settings, self._log = events, results, settings, log
+        self._folder = Path(settings.folder)
+        self._buffer = b""
+        self._queue: deque[Pending] = deque()
+        self._running: Running | None = None
+        self._facts: dict[str, Any] = {"step": 0}  # what was reported last
+        self._give_up: float | None = None  # monotonic time; set once the run has ended
+        self._is_open = True
+
+    def run(self) -> None:
+        while self._give_up is None or self._queue or self._running:
+            if self._give_up is not None and time.monotonic() > self._give_up:
+                break
+            self._read()
+            if self._give_up is None and (found := self._unplanned_end()) is not None:
+                self._end(found.get("code"), found)
+            self._advance()
+        if self._running is not None:
+            self._finish(self._running, f"killed, because the run has ended {END_SECONDS:.0f} s ago")
+
+    def _read(self) -> None:
+        """Wait a tick for messages, and queue their events."""
+        files = [self._events] if self._is_open else []
+        if not select.select(files, [], [], TICK_SECONDS if self._running is None else TICK_SECONDS / 10)[0]:
+            return
+        text = os.read(self._events, 1 << 16)
+        if not text:
+            self._is_open = False
+            if self._give_up is None:
+                found = self._exit_json()
+                self._end(found.get("code"), found or {"error": "rank 0 was killed"})
+            return
+        *lines, self._buffer = (self._buffer + text).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "end" in message:
+                self._end(message.pop("end"), message)
+            elif "event" in message:
+                self._add(message)
+            else:
+                self._facts |= message
+
+    def _unplanned_end(self) -> dict[str, Any] | None:
+        """The contents of exit.json, if it is that of a hang or an error."""
+        found = self._exit_json()
+        return found if found.get("code") not in (None, DONE, REQUEUE) and not self._is_lost() else None
+
+    def _exit_json(self) -> dict[str, Any]:
+        return read_json(self._folder / "exit.json", {})
+
+    def _end(self, code: Any, details: dict[str, Any]) -> None:
+        """Queue the event of the run's end; events that still wait are dropped."""
+        if self._give_up is not None:
+            return
+        self._give_up = time.monotonic() + END_SECONDS
+        self._queue = deque(pending for pending in self._queue if pending.event["event"] not in CONTINUES)
+        cut = {name: value[:LONGEST] if isinstance(value, str) else value for name, value in details.items()}
+        self._add({**cut, "event": LAST.get(code, "failed"), "code": code})
+
+    def _add(self, message: dict[str, Any]) -> None:
+        if message["event"] == "started":
+            self._facts |= {name: message[name] for name in ("step", "total_steps")}
+        settings = self._settings
+        event = {
+            "event": message["event"],
+            "run": self._folder.name,
+            "folder": settings.folder,
+            "time": time.time(),
+            "host": socket.gethostname(),
+            "job": settings.job,
+            "restart": settings.restart,
+            **self._facts,
+            **message,
+        }
+        event["message"] = printable(sentence(event), one_line=True)
+        is_end = event["event"] not in CONTINUES
+        for number, command in enumerate(settings.commands, 1):
+            self._queue.append(Pending(command, event, is_end and number == len(settings.commands)))
+
+    def _advance(self) -> None:
+        """Start the next command once the one before has ended."""
+        running = self._running
+        if running is not None:
+            code = running.process.poll()
+            if code is not None:
+                self._finish(running, None if code == 0 else f"exit code {code}")
+            elif time.monotonic() - running.began > COMMAND_SECONDS:
+                self._finish(running, f"killed after {COMMAND_SECONDS:.0f} s")
+        if self._running is None and self._queue:
+            if self._is_lost():
+                self._queue.clear()
+            else:
+                self._start(self._queue.popleft())
+
+    def _is_lost(self) -> bool:
+        owner = self._settings.owner
+        return owner is not None and run_owner.is_lost(self._folder, owner)
+
+    def _start(self, pending: Pending) -> None:
+        line = json.dumps(pending.event, default=str)
+        self._log.write(
+            f"{time.strftime('%F %T')} {pending.event['message']}: {pending.command}\n".encode(errors=ERRORS)
+        )
+        try:
+            process = subprocess.Popen(
+                shlex.split(pending.command),
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                env=os.environ | variables(pending.event, line),
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            self._record(pending, f"cannot be started: {getattr(error, 'strerror', None) or error}", 0.0)
+            return
+        assert process.stdin is not None
+        try:
+            process.stdin.write(line.encode() + b"\n")
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # it does not read its input
+        self._running = Running(process, pending, time.monotonic())
+
+    def _finish(self, running: Running, problem: str | None) -> None:
+        if running.process.poll() is None:
+            os.killpg(running.process.pid, signal.SIGKILL)  # and what it has started, in its session
+        running.process.wait()
+        self._running = None
+        self._record(running.pending, problem, time.monotonic() - running.began)
+
+    def _record(self, pending: Pending, problem: str | None, seconds: float) -> None:
+        event = pending.event
+        row = {name: event[name] for name in ("time", "event", "step")} | {"command": pending.command}
+        row |= {"problem": problem, "seconds": round(seconds, 3), "last": pending.is_last}
+        with open(self._folder / RECORD, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if problem is None:
+            return
+        line = f"job.on_event: {pending.command} on {event['event']}, step {event['step']}: {problem}\n".encode(
+            errors=ERRORS
+        )
+        self._log.write(line)
+        try:
+            os.write(self._results, line[:MOST_BYTES])
+        except OSError:
+            pass  # rank 0 has ended
+
+
+def variables(event: dict[str, Any], line: str) -> dict[str, str]:
+    """The environment variables of a command, besides those of the job without the launcher's."""
+    found = {
+        "HPCRL_EVENT": event["event"],
+        "HPCRL_EVENT_RUN": event["run"],
+        "HPCRL_EVENT_STEP": event["step"],
+        "HPCRL_EVENT_FOLDER": event["folder"],
+        "HPCRL_EVENT_MESSAGE": event["message"],
+        "HPCRL_EVENT_JSON": line,
+    }
+    return {name: str(value).replace("\0", "") for name, value in found.items()}
+
+
+def sentence(event: dict[str, Any]) -> str:
+    """One line about an event, for a person."""
+    run, step, total = event["run"], event["step"], event.get("total_steps")
+    of_steps = f"step {step} of {total}" if total is not None else f"step {step}"
+    why = " ".join(str(event.get("reason") or event.get("error") or "").split())[:LONGEST]
+    text = {
+        "started": f"{run} started: {of_steps}" if not step else f"{run} continues after {of_steps}",
+        "saved": f"{run} has saved {of_steps}",
+        "left": f"{run} stopped after {of_steps}, to be continued",
+        "done": f"{run} is done: {of_steps}",
+        "hang": f"{run} hangs after {of_steps}",
+        "failed": f"{run} failed after {of_steps}",
+    }[event["event"]]
+    return f"{text}: {why}" if why else text
+
 
 log = logging.getLogger(__name__)
 

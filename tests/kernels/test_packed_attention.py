@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcrl.kernels import packed_attention as kernel
 from hpcrl.kernels.packed_attention import Sequences, packed_attention
 from hpcrl.model.blocks.attention import PackedAttention
-from hpcrl.model.packed import pack
+from hpcrl.model.gpt import pack
 from hpcrl.model.shape import ModelShape
 from tests.kernels.close import DTYPES, assert_near
 

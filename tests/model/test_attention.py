@@ -10,7 +10,7 @@ from hpcrl.batch.ragged import moved
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.model.blocks.attention import PackedAttention
 from hpcrl.model.blocks.rope import rope_cos_sin
-from hpcrl.model.packed import pack
+from hpcrl.model.gpt import pack
 from hpcrl.model.shape import ModelShape
 
 SHAPE = ModelShape(

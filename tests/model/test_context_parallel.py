@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.model.packed import local_runs, places, tokens_of
+from hpcrl.model.gpt import local_runs, places, tokens_of
 
 
 @given(

@@ -13,7 +13,7 @@ from hpcrl.model import exact
 from hpcrl.model.blocks.attention import ExactPackedAttention, PackedAttention
 from hpcrl.model.blocks.rope import rope_cos_sin
 from hpcrl.model.exact import KEYS, check_exact, exact_attention, exact_linear, exact_log_softmax
-from hpcrl.model.packed import pack
+from hpcrl.model.gpt import pack
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 

@@ -21,7 +21,7 @@ from hpcrl.forecast.memory.activations import Pass
 from hpcrl.forecast.memory.meta import DTYPES, fake_rank, parameter_bytes
 from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.model.blocks.router import NOT_RECORDED
-from hpcrl.model.packed import pack
+from hpcrl.model.gpt import pack
 from hpcrl.model.params import Head, stage_layers
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.runtime.event_process import END_SECONDS
+from hpcrl.runtime.events import END_SECONDS
 from tests.preloaded import RANK
 from tests.run.small_run import write_config
 from tests.run.test_hangs import HANGING_JOB, PATIENCE, wait_for_hang

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.runtime import event_process
-from hpcrl.runtime.event_process import RECORD, Runner, Settings
+from hpcrl.runtime import events
+from hpcrl.runtime.events import RECORD, Runner, Settings
 
 
 class RankZero:
@@ -111,8 +111,8 @@ def test_without_its_own_word_a_rank_0_that_is_gone_was_killed(tmp_path: Path, c
 def test_a_command_that_takes_too_long_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_process, "COMMAND_SECONDS", 0.5)
-    monkeypatch.setattr(event_process, "END_SECONDS", 0.5)
+    monkeypatch.setattr(events, "COMMAND_SECONDS", 0.5)
+    monkeypatch.setattr(events, "END_SECONDS", 0.5)
     (tmp_path / "slow.sh").write_text("sleep 3 && touch $1 & sleep 3 && touch $1")
     rank = RankZero(tmp_path, f"sh {tmp_path}/slow.sh {tmp_path}/late", "true")
     rank.send(event="started", step=0, total_steps=9)

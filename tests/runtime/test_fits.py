@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.machine.fits import (
+from hpcrl.machine.machine_file import (
     bus_bandwidth,
     fit_line,
     fit_link,

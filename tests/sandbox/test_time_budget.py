@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.sandbox.time_budget import TimeBudget
+from hpcrl.sandbox.process_pool import TimeBudget
 
 
 def limits_of(budget: TimeBudget, timeout: float, needed: list[float]) -> list[float]:

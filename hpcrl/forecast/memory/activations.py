@@ -327,7 +327,7 @@ class Pass:
     @property
     def _tails(self) -> list[tuple[int, int]]:
         """Queries of sequences that began in an earlier chunk, and their keys, on the rank with most of them (see
-        `hpcrl.model.packed`)."""
+        `hpcrl.model.gpt`)."""
         cp, length = self.model.layout.cp, self.longest
         if cp == 1:
             return []

@@ -9,8 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hpcrl.forecast.time.cost import Cost
-from hpcrl.machine.fits import ring_link
-from hpcrl.machine.machine_file import Machine
+from hpcrl.machine.machine_file import Machine, ring_link
 from hpcrl.runtime.layout import Layout
 
 

@@ -20,7 +20,7 @@ from hpcrl.kernels.packed_attention import by_library, is_fused
 from hpcrl.model.blocks.layers import LATENT_NORM_EPS, RMSNorm
 from hpcrl.model.blocks.rope import deinterleave
 from hpcrl.model.exact import exact_attention
-from hpcrl.model.packed import PackedTokens, Tail
+from hpcrl.model.gpt import PackedTokens, Tail
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from hpcrl.model.packed import PackedTokens
+from hpcrl.model.gpt import PackedTokens
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -7,7 +7,7 @@ import math
 import secrets
 from typing import Any
 
-from hpcrl.rewards.scorers.ground_truth import reads
+from hpcrl.rewards.registry import reads
 from hpcrl.sandbox.program import Limits, run_python
 
 NUM_TESTS = 10

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from hpcrl.rewards.registry import is_whole, reads
 from hpcrl.rewards.scorers import limits
-from hpcrl.rewards.scorers.ground_truth import is_whole, reads
 from hpcrl.rewards.scorers.short_answers import OPEN, last_answer
 
 MAX_LENGTH = 512  # characters; bounds the work: a product of so many digits is still a small number

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+from hpcrl.rewards.registry import as_text_or_number, reads
 from hpcrl.rewards.scorers import algebra, limits
-from hpcrl.rewards.scorers.ground_truth import as_text_or_number, reads
 from hpcrl.rewards.scorers.math_answers import UnusualSpelling, last_box, math_spelling
 
 MAX_DEPTH = 64  # nested braces; bounds the recursion

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+from hpcrl.rewards.registry import as_text, as_text_or_number, reads
 from hpcrl.rewards.scorers import limits
-from hpcrl.rewards.scorers.ground_truth import as_text, as_text_or_number, reads
 
 # What two spellings of one answer differ in, in the order in which it is taken away.
 SPELLINGS = (

@@ -6,9 +6,9 @@ import math
 import re
 from typing import Any
 
+from hpcrl.rewards.registry import as_text_or_number, reads
 from hpcrl.rewards.scorers import algebra, limits
 from hpcrl.rewards.scorers.grader import same_answer
-from hpcrl.rewards.scorers.ground_truth import as_text_or_number, reads
 from hpcrl.rewards.scorers.math_answers import closing_brace
 
 BEFORE_THE_ANSWER = ("answer:", "answer is", "answers are")

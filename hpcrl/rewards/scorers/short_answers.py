@@ -6,7 +6,7 @@ import re
 import string
 from typing import Any, Literal
 
-from hpcrl.rewards.scorers.ground_truth import as_text, as_texts, reads
+from hpcrl.rewards.registry import as_text, as_texts, reads
 from hpcrl.runtime.exits import InputError
 
 LAST_CHARACTERS = 300

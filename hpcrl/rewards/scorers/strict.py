@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from hpcrl.rewards.registry import as_text_or_number, reads
 from hpcrl.rewards.scorers import algebra, limits, short_answers
 from hpcrl.rewards.scorers.grader import has_form
-from hpcrl.rewards.scorers.ground_truth import as_text_or_number, reads
 from hpcrl.rewards.scorers.math_answers import closing_brace, last_box
 from hpcrl.rewards.scorers.short_answers import CLOSE, OPEN, last_answer, normalised, targets
 
