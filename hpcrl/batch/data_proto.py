@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from hpcrl.batch.pictures import PictureColumn
-from hpcrl.batch.ragged import Ragged, Rows, row_index
+from hpcrl.batch.ragged import Ragged, Rows, TensorColumn, padded_places, row_index, to_device
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 class RemoteColumn(Protocol):
@@ -251,3 +252,42 @@ def _concat_tokens(name: str, columns: Sequence[AnyColumn]) -> AnyColumn:
         raise ValueError(f"column {name!r} is on this rank in one batch and on others in another; fetch it first")
     remote = cast("Sequence[RemoteColumn]", columns)
     return remote[0].concat(remote[1:])
+
+
+FOR_MODEL = ("pictures", "routed_experts")  # columns that losses do not take
+
+
+class TensorBatch:
+    """The samples of a micro-batch as a loss takes them. tokens: its token-level columns, on one device; samples and
+    meta_info: those of the batch, on the host."""
+
+    def __init__(self, batch: DataProto, device: torch.device) -> None:
+        import torch
+
+        columns = {name: batch.fetch(name) for name in batch.tokens if name not in FOR_MODEL}
+        lengths = {column.lengths.tobytes(): column.lengths for column in columns.values()}
+        values = [torch.from_numpy(column.values) for column in columns.values()]
+        copies = to_device([*values, *map(padded_places, lengths.values())], device)
+        places = dict(zip(lengths, copies[len(values) :], strict=True))
+        self.tokens = {
+            name: TensorColumn(copy, places[column.lengths.tobytes()], column.lengths)
+            for (name, column), copy in zip(columns.items(), copies[: len(values)], strict=True)
+        }
+        self.samples = batch.samples
+        self.meta_info = batch.meta_info
+
+    def padded(self, name: str, fill: float = 0) -> Tensor:
+        """A token-level column, right-padded: (N, longest row), on the batch's device."""
+        if name not in self.tokens:
+            raise KeyError(f"no token-level column {name!r}; there are {sorted(self.tokens)}")
+        return self.tokens[name].padded(fill)
+
+
+def training_mask(batch: DataProto | TensorBatch) -> torch.Tensor:
+    """fp32 (N, longest response): 1 on the tokens that count, those that the model wrote without those rejected."""
+    return batch.padded("loss_mask" if "loss_mask" in batch.tokens else "response_mask").float()
+
+
+def padded_if_there(batch: DataProto | TensorBatch, name: str) -> torch.Tensor | None:
+    """A column that only some jobs have, right-padded: (N, longest row)."""
+    return batch.padded(name) if name in batch.tokens else None

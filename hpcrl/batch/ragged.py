@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
     from torch import Tensor
 
-    from hpcrl.batch.data_proto import DataProto
 
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes, of each tensor in the transfer
@@ -100,45 +99,6 @@ def padded_places(lengths: np.ndarray) -> Tensor:
 
     longest, starts = int(lengths.max(initial=0)), lengths.cumsum() - lengths
     return torch.from_numpy(np.arange(lengths.sum()) + np.repeat(np.arange(len(lengths)) * longest - starts, lengths))
-
-
-FOR_MODEL = ("pictures", "routed_experts")  # columns that losses do not take
-
-
-class TensorBatch:
-    """The samples of a micro-batch as a loss takes them. tokens: its token-level columns, on one device; samples and
-    meta_info: those of the batch, on the host."""
-
-    def __init__(self, batch: DataProto, device: torch.device) -> None:
-        import torch
-
-        columns = {name: batch.fetch(name) for name in batch.tokens if name not in FOR_MODEL}
-        lengths = {column.lengths.tobytes(): column.lengths for column in columns.values()}
-        values = [torch.from_numpy(column.values) for column in columns.values()]
-        copies = to_device([*values, *map(padded_places, lengths.values())], device)
-        places = dict(zip(lengths, copies[len(values) :], strict=True))
-        self.tokens = {
-            name: TensorColumn(copy, places[column.lengths.tobytes()], column.lengths)
-            for (name, column), copy in zip(columns.items(), copies[: len(values)], strict=True)
-        }
-        self.samples = batch.samples
-        self.meta_info = batch.meta_info
-
-    def padded(self, name: str, fill: float = 0) -> Tensor:
-        """A token-level column, right-padded: (N, longest row), on the batch's device."""
-        if name not in self.tokens:
-            raise KeyError(f"no token-level column {name!r}; there are {sorted(self.tokens)}")
-        return self.tokens[name].padded(fill)
-
-
-def training_mask(batch: DataProto | TensorBatch) -> torch.Tensor:
-    """fp32 (N, longest response): 1 on the tokens that count, those that the model wrote without those rejected."""
-    return batch.padded("loss_mask" if "loss_mask" in batch.tokens else "response_mask").float()
-
-
-def padded_if_there(batch: DataProto | TensorBatch, name: str) -> torch.Tensor | None:
-    """A column that only some jobs have, right-padded: (N, longest row)."""
-    return batch.padded(name) if name in batch.tokens else None
 
 
 Rows: TypeAlias = Sequence[int] | np.ndarray

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.algorithms.metrics import Metric, merge
-from hpcrl.batch.ragged import Ragged, TensorBatch
+from hpcrl.batch.data_proto import TensorBatch
+from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.data_parallel import DataParallelChunks, Overlap, sums_weight_gradients
 from hpcrl.engine.microbatch import MicroBatch, column_of, make_micro_batches, needed_count, recorded_experts
 from hpcrl.engine.model_state import load_model_state, model_state, state_metadata

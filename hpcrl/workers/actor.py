@@ -15,8 +15,8 @@ from hpcrl.algorithms.kl import apply_kl_in_reward
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.algorithms.rollout_correction import Corrected, correct_rollout
 from hpcrl.algorithms.statistics import response_statistics, rollout_log_prob_statistics, variance_proxy_statistics
-from hpcrl.batch.data_proto import Columns, DataProto
-from hpcrl.batch.ragged import Ragged, padded_if_there, training_mask
+from hpcrl.batch.data_proto import Columns, DataProto, padded_if_there, training_mask
+from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import Derived
 from hpcrl.config.plugins import parameters
 from hpcrl.config.roles import ACTOR, REF

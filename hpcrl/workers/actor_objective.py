@@ -12,8 +12,8 @@ from hpcrl.algorithms.distillation import Distillation, Distilled, distillation_
 from hpcrl.algorithms.kl import kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES
-from hpcrl.batch.data_proto import Columns, DataProto
-from hpcrl.batch.ragged import Ragged, TensorBatch, padded_if_there, training_mask
+from hpcrl.batch.data_proto import Columns, DataProto, TensorBatch, padded_if_there, training_mask
+from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import Derived
 from hpcrl.config.plugins import parameters
 from hpcrl.config.schema import Config

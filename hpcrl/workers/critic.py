@@ -9,8 +9,7 @@ import torch
 from hpcrl.algorithms.aggregation import LossNorm, agg_loss
 from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.algorithms.value_loss import value_loss
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import TensorBatch, training_mask
+from hpcrl.batch.data_proto import DataProto, TensorBatch, training_mask
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import CRITIC
 from hpcrl.config.schema import Config

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, Metric, to_floats
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.data_proto import DataProto, training_mask
 from hpcrl.batch.packing import mini_batch_of
-from hpcrl.batch.ragged import training_mask
 from hpcrl.config.roles import offloaded
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.register import Dispatch, Worker, register

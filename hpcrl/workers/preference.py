@@ -12,8 +12,7 @@ from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, MeanDifference, Metric, Sum, to_floats
 from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogps
 from hpcrl.algorithms.statistics import rollout_log_prob_statistics
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import TensorBatch, training_mask
+from hpcrl.batch.data_proto import DataProto, TensorBatch, training_mask
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config

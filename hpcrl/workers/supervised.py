@@ -11,8 +11,8 @@ import torch
 from hpcrl.algorithms.aggregation import LossNorm, agg_loss, token_mean
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.algorithms.value_loss import bradley_terry_loss
-from hpcrl.batch.data_proto import Columns, DataProto
-from hpcrl.batch.ragged import Ragged, TensorBatch
+from hpcrl.batch.data_proto import Columns, DataProto, TensorBatch
+from hpcrl.batch.ragged import Ragged
 from hpcrl.config.roles import ACTOR, REWARD
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register

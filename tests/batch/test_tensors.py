@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged, TensorBatch
+from hpcrl.batch.data_proto import DataProto, TensorBatch
+from hpcrl.batch.ragged import Ragged
 
 
 def make_batch() -> DataProto:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged, TensorBatch
+from hpcrl.batch.data_proto import DataProto, TensorBatch
+from hpcrl.batch.ragged import Ragged
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config, MoeConfig, OptimConfig
 from hpcrl.engine.checkpoint.sharded_save import SavedPart, ShardedSave, describe

@@ -14,7 +14,7 @@ from tests.mpi.layouts import SGD, SHAPE, SOME_LAYOUTS, TIED, gradients, make_ba
 pytestmark = pytest.mark.ci_world(2)
 
 if TYPE_CHECKING:
-    from hpcrl.batch.ragged import TensorBatch
+    from hpcrl.batch.data_proto import TensorBatch
     from hpcrl.runtime.world import World
 
 K = 5

@@ -11,8 +11,7 @@ import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import TensorBatch
+from hpcrl.batch.data_proto import DataProto, TensorBatch
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.optim import clip_gradients, gradient_norm, optimizer_parts

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import TensorBatch
+from hpcrl.batch.data_proto import DataProto, TensorBatch
 from hpcrl.model.build import named_parameters
 from hpcrl.model.exact import KEYS
 from hpcrl.model.shape import ModelShape

@@ -12,8 +12,8 @@ import torch
 
 from hpcrl.algorithms.aggregation import MODES
 from hpcrl.algorithms.metrics import Metric, finish, merge
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged, TensorBatch
+from hpcrl.batch.data_proto import DataProto, TensorBatch
+from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
 from hpcrl.engine.microbatch import needed_count

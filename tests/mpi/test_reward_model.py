@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hpcrl.algorithms.value_loss import bradley_terry_loss
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged, TensorBatch
+from hpcrl.batch.data_proto import DataProto, TensorBatch
+from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.controller import Controller, run_program
 from hpcrl.engine.checkpoint.store import load_path

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import TensorBatch
+from hpcrl.batch.data_proto import DataProto, TensorBatch
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, run_program

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.data_proto import DataProto, TensorBatch
 from hpcrl.batch.pictures import PictureColumn, PicturePlaces
-from hpcrl.batch.ragged import Ragged, TensorBatch
+from hpcrl.batch.ragged import Ragged
 from hpcrl.forecast.memory.activations import Pass
 from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.model.vision import Vision

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpcrl.algorithms.metrics import finish
-from hpcrl.batch.ragged import training_mask
+from hpcrl.batch.data_proto import training_mask
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.jobs.preference import Preference

@@ -7,8 +7,8 @@ import importlib.util
 import numpy as np
 import torch
 
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged, TensorBatch
+from hpcrl.batch.data_proto import DataProto, TensorBatch
+from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import OptimConfig, TransformerEngineConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.rollout.engines.native.engine import NativeEngine

@@ -21,11 +21,11 @@ from hpcrl.forecast.memory.activations import Pass
 from hpcrl.forecast.memory.generation import JudgeEngine, PicturePass, encoding_work, generation_work, native_kv_cache
 from hpcrl.forecast.memory.refit import Question, job_shape, model_shape, question
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
-from hpcrl.model.architecture import check_longest
+from hpcrl.model.architecture import check_longest, check_towers, check_vision
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token
-from hpcrl.model.vision import Vision, check_towers, check_vision
+from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 
