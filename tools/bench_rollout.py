@@ -26,7 +26,7 @@ import transformers
 from matrix_products import product_seconds
 
 from hpcrl.kernels.onednn import use_onednn
-from hpcrl.model.families.families import hf_config
+from hpcrl.model.families.config_json import hf_config
 from hpcrl.model.hf_directory import Safetensors
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape

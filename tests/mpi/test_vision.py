@@ -16,7 +16,7 @@ from hpcrl.batch.pictures import PictureColumn
 from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit
-from hpcrl.model.families.families import read_shape
+from hpcrl.model.families.config_json import read_shape
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.model.tower import divide
