@@ -35,9 +35,9 @@ from hpcrl.model.blocks.router import RouterLosses
 from hpcrl.model.blocks.transformer_engine import FP8_ROWS
 from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf_directory import Safetensors
+from hpcrl.model.operations import ROW_MULTIPLE
 from hpcrl.model.params import SCALAR_HEADS, Head
 from hpcrl.model.shape import Lora
-from hpcrl.model.sizes import ROW_MULTIPLE
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import MegatronRanges, annotated
 

@@ -13,7 +13,7 @@ from hpcrl.batch.pictures import Picture, PictureColumn, PicturePlaces
 from hpcrl.data.images import Source
 from hpcrl.data.picture_index import index_pictures
 from hpcrl.engine.pictures import tokens_of_towers
-from hpcrl.model.sizes import tower_flops
+from hpcrl.model.operations import tower_flops
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, ToolPicture
 

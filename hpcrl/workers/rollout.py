@@ -21,8 +21,8 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.model.blocks.router import NOT_RECORDED
+from hpcrl.model.operations import kv_cache_bytes
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import kv_cache_bytes
 from hpcrl.observe.record.archive import PictureFolder, read_step, step_path
 from hpcrl.rewards.manager import REWARD_MANAGERS
 from hpcrl.rollout.engines.native.engine import NativeEngine

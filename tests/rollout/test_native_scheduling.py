@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.model.sizes import block_bytes
+from hpcrl.model.operations import block_bytes
 from hpcrl.rollout.engines.native import attention, generate_call
 from hpcrl.rollout.engines.native.decoder import Decoder
 from hpcrl.rollout.engines.native.engine import NativeEngine

@@ -23,9 +23,9 @@ from hpcrl.forecast.memory.refit import Question, job_shape, model_shape, questi
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
 from hpcrl.forecast.memory.tower import PicturePass
 from hpcrl.model.architecture import check_longest
+from hpcrl.model.operations import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
-from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token
 from hpcrl.model.vision import Vision
 from hpcrl.model.vision_rules import check_towers, check_vision
 from hpcrl.runtime.exits import InputError

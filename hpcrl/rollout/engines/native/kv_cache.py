@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.model.sizes import CachedHeads
+from hpcrl.model.operations import CachedHeads
 
 FREE = -1
 

@@ -18,8 +18,8 @@ import numpy as np
 from hpcrl.config.rules import TENSORRT_LLM_TOP_K, check_tensorrt_llm
 from hpcrl.config.schema import Config
 from hpcrl.model.families.config_json import CONFIG, read_shape
+from hpcrl.model.operations import kv_bytes_per_token
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import kv_bytes_per_token
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 
