@@ -28,9 +28,9 @@ from matrix_products import product_seconds
 from hpcrl.kernels.onednn import use_onednn
 from hpcrl.model.families.config_json import hf_config
 from hpcrl.model.hf_directory import Safetensors
-from hpcrl.model.operations import max_kv_bytes
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.engines.native.cache_layout import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.heap import keep_freed_memory

@@ -1,39 +1,14 @@
-"""Operations of the matrix products of models and vision towers, and bytes of an engine's KV cache. No torch."""
+"""Operations of the matrix products of models and vision towers. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import NamedTuple
 
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision, tower_tensors
-from hpcrl.runtime.exits import InputError
-
-# Micro-batches have a multiple of so many tokens: CPU matrix products then compute a row bitwise alike for any number
-# of rows.
-ROW_MULTIPLE = 8
-# Dense bf16 operations per second of one device, from data sheets; the first matching name is used.
-PEAKS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "H20": 148e12,
-    "L40S": 362e12,
-}
-
-
-def peak_of(device_name: str) -> float | None:
-    """Return the bf16 operations per second of a device by torch's name; None if unknown."""
-    words = device_name.replace("-", " ").split()
-    return next((peak for name, peak in PEAKS.items() if name in words), None)
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -> float:
@@ -104,75 +79,3 @@ def tower_training_factor(vision: Vision) -> float:
     """Return the operations of training as a multiple of `tower_flops`. If only the merger is trained, its own backward
     pass, a few percent, does not count."""
     return 3.0 if vision.train in ("tower", "all") else 1.0
-
-
-BLOCK_SIZE = 32  # tokens, of the native engine
-
-
-class CachedHeads(NamedTuple):
-    """What a rank of the native engine caches per token and layer: keys and values of `groups` heads, each with
-    `queries` query heads, and their widths. Latent attention has one such head, the latent with the shared rotary key,
-    whose first `value_dim` elements are also its value."""
-
-    groups: int
-    queries: int
-    key_dim: int
-    value_dim: int
-    value_in_key: bool = False
-
-
-def cached_heads(shape: ModelShape, tp_size: int) -> CachedHeads:
-    if shape.mla is None:
-        groups, width = shape.num_query_groups, shape.head_dim
-        return CachedHeads(groups // tp_size, shape.num_attention_heads // groups, width, width)
-    rank = shape.mla.kv_lora_rank
-    return CachedHeads(1, shape.num_attention_heads // tp_size, rank + shape.rope_dim, rank, value_in_key=True)
-
-
-def block_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
-    """Return the bytes of keys and values of `BLOCK_SIZE` tokens in all layers on one rank."""
-    heads = cached_heads(shape, tp_size)
-    width = heads.key_dim if heads.value_in_key else heads.key_dim + heads.value_dim
-    return shape.num_layers * heads.groups * BLOCK_SIZE * width * itemsize
-
-
-def max_kv_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: int, max_model_len: int) -> int:
-    """Return the bytes of a rank's KV cache if `max_num_seqs` sequences have all grown to `max_model_len` tokens."""
-    return max_num_seqs * blocks_for(max_model_len) * block_bytes(shape, tp_size, itemsize)
-
-
-def kv_cache_bytes(
-    shape: ModelShape,
-    tp_size: int,
-    itemsize: int,
-    *,
-    max_num_seqs: int,
-    max_model_len: int,
-    free_bytes: int,
-    utilization: float,
-) -> int:
-    """Return the size of a rank's KV cache: `utilization` of the free memory, at most what the job can use."""
-    return min(int(free_bytes * utilization), max_kv_bytes(shape, tp_size, itemsize, max_num_seqs, max_model_len))
-
-
-def kv_bytes_per_token(shape: ModelShape, tp_size: int, itemsize: int) -> int:
-    """Return the bytes of keys and values of a token on one rank in TensorRT-LLM, where a head cannot be split."""
-    heads = -(-shape.num_query_groups // tp_size)
-    return 2 * shape.num_layers * heads * shape.head_dim * itemsize
-
-
-def blocks_for(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK_SIZE)
-
-
-def num_blocks(shape: ModelShape, tp_size: int, itemsize: int, kv_cache_bytes: int, max_model_len: int) -> int:
-    """Return how many blocks fit. Raises InputError if a single sequence of `max_model_len` tokens does not fit."""
-    each, needed = block_bytes(shape, tp_size, itemsize), blocks_for(max_model_len)
-    found = kv_cache_bytes // each
-    if found < needed:
-        raise InputError(
-            f"the KV cache of {kv_cache_bytes:,} bytes holds {found * BLOCK_SIZE} tokens, but one sequence of "
-            f"max_model_len={max_model_len} needs {needed * each:,} bytes; raise kv_cache_gib or "
-            "gpu_memory_utilization (of rollout, or of reward.judge for a judge), or shorten prompts and responses"
-        )
-    return found

@@ -21,10 +21,10 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.model.blocks.router import NOT_RECORDED
-from hpcrl.model.operations import kv_cache_bytes
 from hpcrl.model.shape import ModelShape
 from hpcrl.observe.record.archive import PictureFolder, read_step, step_path
 from hpcrl.rewards.manager import REWARD_MANAGERS
+from hpcrl.rollout.engines.native.cache_layout import kv_cache_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.environments.loop import AgentLoop
 from hpcrl.rollout.environments.turn_handler import turn_columns, turn_metrics, turns_for_scorer

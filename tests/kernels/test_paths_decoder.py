@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels import dispatch
-from hpcrl.model.operations import BLOCK_SIZE, cached_heads
 from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.rollout.engines.native.attention import NewTokens, PrefillAttention
+from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, cached_heads
 from hpcrl.rollout.engines.native.decoder import Decoder, TensorParallel
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from tests.rollout.small_model import SHAPE

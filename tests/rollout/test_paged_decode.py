@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.model.operations import block_bytes
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.engines.native.cache_layout import block_bytes
 from hpcrl.rollout.engines.native.decode_graphs import graph_size
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.scheduler import Scheduler

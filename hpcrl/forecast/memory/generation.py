@@ -8,10 +8,10 @@ from functools import cached_property
 
 from hpcrl.config.schema import EngineConfig, JudgeConfig
 from hpcrl.forecast.memory.tower import FP32, PicturePass
-from hpcrl.model.operations import max_kv_bytes
 from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision
+from hpcrl.rollout.engines.native.cache_layout import max_kv_bytes
 from hpcrl.runtime.layout import Layout
 
 GIB = 2**30

@@ -23,13 +23,14 @@ from hpcrl.forecast.memory.refit import Question, job_shape, model_shape, questi
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
 from hpcrl.forecast.memory.tower import PicturePass
 from hpcrl.model.architecture import check_longest
-from hpcrl.model.operations import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.model.vision import Vision
 from hpcrl.model.vision_rules import check_towers, check_vision
+from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, blocks_for
+from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.layout import Layout
+from hpcrl.runtime.layout import ROW_MULTIPLE, Layout
 
 MIB = 2**20
 GIB = 2**30

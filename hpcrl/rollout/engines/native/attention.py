@@ -28,8 +28,8 @@ from hpcrl.kernels.vocabulary import LOG2_E
 from hpcrl.model.blocks.layers import LATENT_NORM_EPS
 from hpcrl.model.blocks.rope import deinterleave
 from hpcrl.model.exact import exact_attention
-from hpcrl.model.operations import CachedHeads
 from hpcrl.model.shape import LatentAttention, ModelShape
+from hpcrl.rollout.engines.native.cache_layout import CachedHeads
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache
 
