@@ -26,11 +26,11 @@ import transformers
 from matrix_products import product_seconds
 
 from hpcrl.kernels.onednn import use_onednn
-from hpcrl.model.families.families import hf_config
+from hpcrl.model.families.config_json import hf_config
 from hpcrl.model.hf_directory import Safetensors
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import max_kv_bytes
+from hpcrl.rollout.engines.native.cache_layout import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.world import keep_freed_memory

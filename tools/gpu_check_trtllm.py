@@ -21,7 +21,7 @@ from hpcrl.config.schema import Config
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit
 from hpcrl.engine.refit.transports import nodes_of
-from hpcrl.model.families.families import hf_config
+from hpcrl.model.families.config_json import hf_config
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.tensorrt_llm.engine import TrtllmEngine, make_engine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams

@@ -37,9 +37,9 @@ from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf_directory import Safetensors
 from hpcrl.model.params import SCALAR_HEADS, Head
 from hpcrl.model.shape import Lora
-from hpcrl.model.sizes import ROW_MULTIPLE
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import MegatronRanges, annotated
+from hpcrl.runtime.layout import ROW_MULTIPLE
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.model.families.families import hf_config, rope_from_hf, shape_from_hf
+from hpcrl.model.families.config_json import hf_config, rope_from_hf, shape_from_hf
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision, tower_tensors
 from hpcrl.runtime.exits import InputError

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpcrl.model.architecture import shape_from_yaml, with_training
-from hpcrl.model.families.families import CONFIG, read_shape
+from hpcrl.model.families.config_json import CONFIG, read_shape
 from hpcrl.model.hf_files import INDEX, SINGLE, differing, slices, stack_of
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape

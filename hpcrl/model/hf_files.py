@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcrl.model.families.families import CONFIG, LANGUAGE_MODEL, family_of, hf_config
+from hpcrl.model.families.config_json import CONFIG, family_of, hf_config
+from hpcrl.model.families.family import LANGUAGE_MODEL
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Box, Shard, shards
 from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter
 from hpcrl.sandbox.foreign_files import open_file, read_json

@@ -234,7 +234,7 @@ class TrainingJob(Job):
     def supervision(cls, config: Config, path: str, row: int) -> Supervision:
         """What the job trains on of a row of a file. For a process without MPI, torch or a model."""
         from hpcrl.data.images import ImageProcessor
-        from hpcrl.model.families.families import read_shape
+        from hpcrl.model.families.config_json import read_shape
 
         job = cls(cast("World", None), config, None, argparse.Namespace())
         tokenizer, folder = tokenizer_of(config.model), config.model.path

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first: Megatron's order of dense ranks
 EXPERT_AXES = ("etp", "ep", "edp", "pp")  # the same ranks, in the expert grid of MoE layers
+# Micro-batches have a multiple of so many tokens: CPU matrix products then compute a row bitwise alike for any number
+# of rows.
+ROW_MULTIPLE = 8
 
 # Megatron's name of a group -> the grid dimensions its members differ along.
 GROUP_DIMS: dict[str, tuple[str, ...]] = {

@@ -17,8 +17,8 @@ from hpcrl.kernels.decode_attention import (
     is_fused,
 )
 from hpcrl.kernels.decode_attention_triton import cut_rows as fused_cut_rows
-from hpcrl.model.sizes import CachedHeads
 from hpcrl.rollout.engines.native.attention import DecodeAttention, NewTokens, PagedAttention
+from hpcrl.rollout.engines.native.cache_layout import CachedHeads
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache

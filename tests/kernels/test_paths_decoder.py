@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpcrl.kernels import dispatch
 from hpcrl.model.shape import LatentAttention, ModelShape
-from hpcrl.model.sizes import BLOCK_SIZE, cached_heads
 from hpcrl.rollout.engines.native.attention import NewTokens, PrefillAttention
+from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, cached_heads
 from hpcrl.rollout.engines.native.decoder import Decoder, TensorParallel
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from tests.rollout.small_model import SHAPE

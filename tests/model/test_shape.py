@@ -11,7 +11,7 @@ import transformers
 from hpcrl.config.schema import ModelConfig, RopeScalingConfig
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.build import initial_weight
-from hpcrl.model.families.families import hf_config, shape_from_hf
+from hpcrl.model.families.config_json import hf_config, shape_from_hf
 from hpcrl.runtime.exits import InputError
 from tests.model.families import MODELS, SIZES
 

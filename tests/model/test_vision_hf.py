@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpcrl.model.families.families import hf_config, read_shape, shape_from_hf
+from hpcrl.model.families.config_json import hf_config, read_shape, shape_from_hf
 from hpcrl.model.hf_directory import Safetensors, whole_tensors
 from hpcrl.model.hf_files import plan_files
 from hpcrl.model.params import check_adapters, shards

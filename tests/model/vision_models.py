@@ -13,7 +13,7 @@ import transformers
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.pictures import PictureColumn
 from hpcrl.batch.ragged import Ragged
-from hpcrl.model.families.families import shape_from_hf
+from hpcrl.model.families.config_json import shape_from_hf
 from hpcrl.model.shape import ModelShape
 
 IMAGE, VIDEO, START, END = 46, 47, 48, 49

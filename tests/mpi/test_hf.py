@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.model.families.families import read_shape
+from hpcrl.model.families.config_json import read_shape
 from hpcrl.model.hf_files import plan_files, write_beside
 from hpcrl.workers.model_worker import ModelWorker
 from hpcrl.workers.weight_transfer import ExportWorker

@@ -16,11 +16,11 @@ from hpcrl.batch.pictures import PictureColumn
 from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit
-from hpcrl.model.families.families import read_shape
+from hpcrl.model.families.config_json import read_shape
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.model.tower import divide
 from hpcrl.model.vision import Vision
+from hpcrl.rollout.engines.native.cache_layout import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams, Trajectory
 from hpcrl.runtime.groups import GroupCache, make_groups

@@ -17,7 +17,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.model.families.families import read_shape, shape_from_hf
+from hpcrl.model.families.config_json import read_shape, shape_from_hf
 from hpcrl.model.hf_files import ADAPTER_CONFIG, adapter_config, peft_shards
 from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora, ModelShape
 from hpcrl.model.tower import encode

@@ -1,4 +1,4 @@
-"""Passes: their operations are those of `hpcrl.model.sizes`, and pipelines take as long as a simulated one."""
+"""Passes: their operations are those of `hpcrl.model.operations`, and pipelines take as long as a simulated one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hpcrl.forecast.time.layers import most_of
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import Micro, PassModel, Recompute, pipelined
 from hpcrl.forecast.time.training import Optimizer, Passes, Update, forward_cost, imbalance, packing, update_cost
+from hpcrl.model.operations import forward_flops
 from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.model.sizes import forward_flops
 from hpcrl.runtime.layout import Layout
 from tests.plan.shapes import DEEPSEEK, MOE, SHAPE
 from tests.predict.machines import gpu

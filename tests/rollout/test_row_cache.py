@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.model.sizes import CachedHeads
 from hpcrl.rollout.engines.native.attention import MIN_SAVED, DecodeAttention, NewTokens, cut_by_length, padded_tokens
+from hpcrl.rollout.engines.native.cache_layout import CachedHeads
 from hpcrl.rollout.engines.native.kv_cache import Moves
 from hpcrl.rollout.engines.native.row_cache import RowCache
 

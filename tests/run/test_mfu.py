@@ -5,8 +5,8 @@ import pytest
 
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
+from hpcrl.model.operations import forward_flops
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import forward_flops
 from hpcrl.model.vision import Vision
 from hpcrl.run.performance import mfu_metrics
 

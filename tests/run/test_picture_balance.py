@@ -18,7 +18,7 @@ from hpcrl.data.media import MediaItem
 from hpcrl.engine.microbatch import tokens_of_towers
 from hpcrl.jobs.sft import Sft
 from hpcrl.jobs.train import Train
-from hpcrl.model.families.families import shape_from_hf
+from hpcrl.model.families.config_json import shape_from_hf
 from hpcrl.model.shape import ModelShape
 from hpcrl.run.pairs import PairsJob
 from hpcrl.run.rollouts.choice import assign_to_replicas

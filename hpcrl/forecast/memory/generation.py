@@ -13,8 +13,8 @@ from functools import cached_property
 from hpcrl.config.schema import EngineConfig, JudgeConfig
 from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.model.vision import Vision
+from hpcrl.rollout.engines.native.cache_layout import max_kv_bytes
 from hpcrl.runtime.layout import Layout
 
 FP32, INT64 = 4, 8

@@ -24,10 +24,11 @@ from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
 from hpcrl.model.architecture import check_longest, check_towers, check_vision
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
-from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token
 from hpcrl.model.vision import Vision
+from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, blocks_for
+from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.layout import Layout
+from hpcrl.runtime.layout import ROW_MULTIPLE, Layout
 
 MIB = 2**20
 GIB = 2**30

@@ -149,7 +149,7 @@ def model_shape(model: ModelConfig, num_tokens: int) -> ModelShape:
     """The shape of a section `model:`, of a Hugging Face directory without a look at its weights."""
     if model.path is None:
         return with_training(shape_from_yaml(model, num_tokens), model)
-    from hpcrl.model.families.families import read_shape
+    from hpcrl.model.families.config_json import read_shape
 
     return with_training(read_shape(Path(model.path)), model)
 

@@ -9,7 +9,7 @@ from hpcrl.forecast.time.cost import Cost
 from hpcrl.forecast.time.decode import Engine
 from hpcrl.forecast.time.passes import BACKWARD_ATTENTION, PassModel
 from hpcrl.forecast.time.phases import JobTimes, Timed
-from hpcrl.model.sizes import forward_flops
+from hpcrl.model.operations import forward_flops
 
 SAMPLED = 0.9  # the tokens of an engine's sequences are those of few quantiles, which may be fewer than the mean says
 

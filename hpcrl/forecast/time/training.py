@@ -16,7 +16,7 @@ from hpcrl.forecast.time.cost import NOTHING, Cost
 from hpcrl.forecast.time.layers import Numbers, numbers_of, stages_of
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import Micro, PassModel, evenness, pipelined
-from hpcrl.model.sizes import ROW_MULTIPLE
+from hpcrl.runtime.layout import ROW_MULTIPLE
 
 PACKED = 256  # sequences that are packed one by one; more are taken to need micro-batches in proportion
 OPTIMIZER_OPERATORS = 100  # gradients' norm and Adam, counted as in `hpcrl.forecast.time.layers`

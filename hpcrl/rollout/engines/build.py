@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hpcrl.config.schema import Config
 from hpcrl.model.build import DTYPES
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import kv_cache_bytes
+from hpcrl.rollout.engines.native.cache_layout import kv_cache_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import RolloutEngine
 from hpcrl.runtime import accelerator, platform

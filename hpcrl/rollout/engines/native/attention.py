@@ -29,7 +29,7 @@ from hpcrl.model.blocks.layers import LATENT_NORM_EPS
 from hpcrl.model.blocks.rope import deinterleave
 from hpcrl.model.exact import exact_attention
 from hpcrl.model.shape import LatentAttention, ModelShape
-from hpcrl.model.sizes import CachedHeads
+from hpcrl.rollout.engines.native.cache_layout import CachedHeads
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, cached_heads, max_kv_bytes, num_blocks
 from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.engines.native.attention import PagedAttention
+from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, blocks_for, cached_heads, max_kv_bytes, num_blocks
 from hpcrl.rollout.engines.native.decoder import Decoder, TensorParallel
 from hpcrl.rollout.engines.native.generate_call import GenerateCall
 from hpcrl.rollout.engines.native.kv_cache import KVCache

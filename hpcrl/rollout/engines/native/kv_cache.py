@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.model.sizes import CachedHeads
+from hpcrl.rollout.engines.native.cache_layout import CachedHeads
 
 FREE = -1
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.model.sizes import CachedHeads
+from hpcrl.rollout.engines.native.cache_layout import CachedHeads
 from hpcrl.rollout.engines.native.kv_cache import BlockBudget, Moves
 from hpcrl.runtime.exits import InputError
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from hpcrl.config.rules import TENSORRT_LLM_TOP_K, check_tensorrt_llm
 from hpcrl.config.schema import Config
-from hpcrl.model.families.families import CONFIG, read_shape
+from hpcrl.model.families.config_json import CONFIG, read_shape
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import kv_bytes_per_token
+from hpcrl.rollout.engines.tensorrt_llm.cache_layout import TOKENS_PER_BLOCK, kv_bytes_per_token
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 
@@ -99,7 +99,6 @@ def completion(output: Any, uid: str) -> Completion:
     return Completion(np.array(tokens, np.int32), np.array(log_probs, np.float32), reason)
 
 
-TOKENS_PER_BLOCK = 32  # of its paged KV cache
 ITEMSIZE = 2  # bytes: bfloat16 is the only dtype
 GIB = 2**30
 

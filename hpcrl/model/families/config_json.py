@@ -1,22 +1,37 @@
-"""Families of Hugging Face models: config.json, and their names of Megatron's parameters. No torch."""
+"""Reading and writing config.json of Hugging Face models. No torch.
+
+An absent key has the default of the family's config class in `transformers`. Keys that change the shape of a weight
+have no default, except those that published files leave out: there the check of the weights finds a default that does
+not fit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.model.families.defaults import window_of, with_defaults
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
-from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
+from hpcrl.model.families import deepseek, llama, qwen
+from hpcrl.model.families.family import Family
+from hpcrl.model.shape import ModelShape, RopeScaling
 from hpcrl.model.vision import MOST_LAYERS, VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import read_json
 
 CONFIG = "config.json"
 MOST_BYTES = 1 << 22  # of it
+
+_FAMILIES = {**llama.FAMILIES, **qwen.FAMILIES, **deepseek.FAMILIES}
+# In the order in which the error message lists them.
+FAMILIES: dict[str, Family] = {
+    name: _FAMILIES[name]
+    for name in (
+        *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        *("deepseek_v2", "deepseek_v3"),
+    )
+}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {**llama.DEFAULTS, **qwen.DEFAULTS, **deepseek.DEFAULTS}
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -116,279 +131,28 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     return grown(1.0)
 
 
-# Keys that must have these values if they are present.
-_FIXED = {"moe_layer_freq": 1}
-V2_FIXED = _FIXED | {"scoring_func": "softmax", "norm_topk_prob": False}
-V3_FIXED = _FIXED | {
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "topk_method": "noaux_tc",
-    "rope_interleave": True,
-}
+_SLIDING = "sliding_attention"  # one of layer_types
+# With a meaning of its own.
+_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", "n_shared_experts")
 
 
-def v2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    method = config["topk_method"]
-    if method not in ("greedy", "group_limited_greedy"):
-        raise InputError(f"topk_method={method}; expected greedy or group_limited_greedy; use another model")
-    groups = _groups(config) if method == "group_limited_greedy" else {}
-    return {**_fields(config), **groups, "moe_norm_topk_prob": False}
+def with_defaults(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return config.json, or its section on the text model, with the family's defaults for keys that are absent or null
+    without a meaning."""
+    given = {key: value for key, value in config.items() if value is not None or key in _MAY_BE_NULL}
+    return {**DEFAULTS[family], **given}
 
 
-def v3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_fields(config),
-        **_groups(config),
-        "moe_group_best": 2,
-        "moe_norm_topk_prob": True,
-        "moe_score_function": "sigmoid",
-        "moe_score_bias": True,
-    }
-
-
-def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    layers, dense, width = config["num_hidden_layers"], config["first_k_dense_replace"], "moe_intermediate_size"
-    if not isinstance(dense, int) or not 0 <= dense < layers:
-        raise InputError(f"first_k_dense_replace={dense!r} of num_hidden_layers={layers}; expected less, 0 at least")
-    mla = LatentAttention(
-        q_lora_rank=config["q_lora_rank"],
-        **{name: config[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
-    )
-    return {
-        "mla": mla,
-        "num_query_groups": config["num_attention_heads"],
-        "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
-        "num_experts": config["n_routed_experts"],
-        "moe_ffn_hidden_size": config[width],
-        "moe_shared_ffn_hidden_size": (config["n_shared_experts"] or 0) * config[width],
-        "moe_topk": config["num_experts_per_tok"],
-        "moe_routed_scale": float(config["routed_scaling_factor"]),
-        "dense_layers": tuple(range(dense)),
-    }
-
-
-def _groups(config: Mapping[str, Any]) -> dict[str, int]:
-    experts, groups, chosen = (config[key] for key in ("n_routed_experts", "n_group", "topk_group"))
-    if experts % groups or chosen > groups or config["num_experts_per_tok"] > chosen * (experts // groups):
-        raise InputError(
-            f"num_experts_per_tok={config['num_experts_per_tok']} in topk_group={chosen} of n_group={groups} groups of "
-            f"n_routed_experts={experts}; expected groups of one size, with enough experts"
-        )
-    return {"moe_num_groups": groups, "moe_topk_groups": chosen}
-
-
-def v2_keys(shape: ModelShape) -> dict[str, Any]:
-    return {**_keys(shape), "topk_method": "greedy" if shape.moe_num_groups == 1 else "group_limited_greedy"}
-
-
-def v3_keys(shape: ModelShape) -> dict[str, Any]:
-    return {**_keys(shape), "num_nextn_predict_layers": 0}
-
-
-def _keys(shape: ModelShape) -> dict[str, Any]:
-    assert shape.mla is not None
-    return {
-        **asdict(shape.mla),
-        "head_dim": shape.rope_dim,  # transformers takes the rotary embedding's width from it
-        "n_routed_experts": shape.num_experts,
-        "n_shared_experts": shape.moe_shared_ffn_hidden_size // shape.moe_ffn_hidden_size,
-        "moe_intermediate_size": shape.moe_ffn_hidden_size,
-        "num_experts_per_tok": shape.moe_topk,
-        "norm_topk_prob": shape.moe_norm_topk_prob,
-        "routed_scaling_factor": shape.moe_routed_scale,
-        "first_k_dense_replace": len(shape.dense_layers),
-        "n_group": shape.moe_num_groups,
-        "topk_group": shape.moe_topk_groups,
-    }
-
-
-# Megatron's name -> Hugging Face's; "*" is the number of the layer, "#" that of the expert. Several names are stacked
-# rows; those of linear_qkv are stacked by query group. "x[#]" is one matrix of a tensor, see `hpcrl.model.hf_files`.
-Names = Mapping[str, tuple[str, ...]]
-
-_MEGATRON, _HF = "decoder.layers.*.", "model.layers.*."
-_LAYER: Names = {
-    f"{_MEGATRON}input_layernorm.weight": (f"{_HF}input_layernorm.weight",),
-    f"{_MEGATRON}self_attention.linear_proj.weight": (f"{_HF}self_attn.o_proj.weight",),
-    f"{_MEGATRON}pre_mlp_layernorm.weight": (f"{_HF}post_attention_layernorm.weight",),
-}
-_ATTENTION: Names = {
-    **_LAYER,
-    f"{_MEGATRON}self_attention.linear_qkv.weight": tuple(f"{_HF}self_attn.{part}_proj.weight" for part in "qkv"),
-}
-_LATENT_ATTENTION: Names = {
-    **_LAYER,
-    **{
-        f"{_MEGATRON}self_attention.{megatron}.weight": (f"{_HF}self_attn.{hf}.weight",)
-        for megatron, hf in {
-            "linear_q_proj": "q_proj",
-            "linear_q_down_proj": "q_a_proj",
-            "q_layernorm": "q_a_layernorm",
-            "linear_q_up_proj": "q_b_proj",
-            "linear_kv_down_proj": "kv_a_proj_with_mqa",
-            "kv_layernorm": "kv_a_layernorm",
-            "linear_kv_up_proj": "kv_b_proj",
-        }.items()
-    },
-}
-_QKV_BIAS: Names = {
-    f"{_MEGATRON}self_attention.linear_qkv.bias": tuple(f"{_HF}self_attn.{part}_proj.bias" for part in "qkv"),
-}
-_QK_NORM: Names = {
-    f"{_MEGATRON}self_attention.{head}_layernorm.weight": (f"{_HF}self_attn.{head}_norm.weight",) for head in "qk"
-}
-_MLP: Names = {
-    f"{_MEGATRON}mlp.linear_fc1.weight": (f"{_HF}mlp.gate_proj.weight", f"{_HF}mlp.up_proj.weight"),
-    f"{_MEGATRON}mlp.linear_fc2.weight": (f"{_HF}mlp.down_proj.weight",),
-}
-_ENDS: Names = {
-    EMBEDDING: ("model.embed_tokens.weight",),
-    "decoder.final_layernorm.weight": ("model.norm.weight",),
-    OUTPUT_LAYER: ("lm_head.weight",),
-}
-_LLAMA: Names = {**_ENDS, **_ATTENTION, **_MLP}
-
-
-def _experts(router: str, expert: str, gate: str, up: str, down: str) -> Names:
-    """Names in MoE layers, by the names of the family."""
-    megatron = f"{_MEGATRON}mlp.experts.local_experts.#."
-    return {
-        f"{_MEGATRON}mlp.router.weight": (f"{_HF}{router}.weight",),
-        f"{megatron}linear_fc1.weight": tuple(f"{_HF}{expert}.#.{part}.weight" for part in (gate, up)),
-        f"{megatron}linear_fc2.weight": (f"{_HF}{expert}.#.{down}.weight",),
-    }
-
-
-_STACKED_MLP: Names = {
-    f"{_MEGATRON}mlp.router.weight": (f"{_HF}mlp.gate.weight",),
-    f"{_MEGATRON}mlp.experts.local_experts.#.linear_fc1.weight": (f"{_HF}mlp.experts.gate_up_proj[#]",),
-    f"{_MEGATRON}mlp.experts.local_experts.#.linear_fc2.weight": (f"{_HF}mlp.experts.down_proj[#]",),
-}
-_MIXTRAL_MLP = _experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
-_QWEN_MLP = _experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
-_SHARED_EXPERTS: Names = {
-    f"{_MEGATRON}mlp.router.expert_bias": (f"{_HF}mlp.gate.e_score_correction_bias",),
-    f"{_MEGATRON}mlp.shared_experts.linear_fc1.weight": tuple(
-        f"{_HF}mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up")
-    ),
-    f"{_MEGATRON}mlp.shared_experts.linear_fc2.weight": (f"{_HF}mlp.shared_experts.down_proj.weight",),
-}
-_DEEPSEEK: Names = {**_ENDS, **_LATENT_ATTENTION, **_MLP, **_QWEN_MLP, **_SHARED_EXPERTS}
-
-
-@dataclass(frozen=True)
-class Family:
-    """One `model_type` of config.json.
-
-    fixed: keys that must have these values if they are present. fields: fields of ModelShape beyond Llama's, from
-    config.json. keys: keys of config.json beyond Llama's, from the shape. tower: of a vision-language model, whose
-    config.json has sections for text and vision, the prefix of the tower's tensors.
-    """
-
-    architecture: str
-    names: Names
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    keys: Callable[[ModelShape], dict[str, Any]] = lambda shape: {}
-    tower: str | None = None
-
-
-def _mixtral_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "num_experts": config["num_local_experts"],
-        "moe_ffn_hidden_size": config["intermediate_size"],
-        "moe_topk": config["num_experts_per_tok"],
-    }
-
-
-def _qwen_moe_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"]
-    layers = range(config["num_hidden_layers"])
-    return {
-        "qk_norm": True,
-        "num_experts": config.get("num_local_experts") or config["num_experts"],
-        "moe_ffn_hidden_size": config["moe_intermediate_size"],
-        "moe_topk": config["num_experts_per_tok"],
-        "moe_norm_topk_prob": config["norm_topk_prob"],
-        "dense_layers": tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
-    }
-
-
-def _qwen3_vl_moe_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    hidden, ffn = config["hidden_size"], config["moe_intermediate_size"]
-    if hidden in (ffn, 2 * ffn):
-        raise InputError(
-            f"moe_intermediate_size={ffn} is hidden_size={hidden} or half of it, so the files do not show whether the "
-            "experts' matrices are transposed; use another model"
-        )
-    return _qwen_moe_fields({**config, "norm_topk_prob": True})
-
-
-def _mixtral_keys(shape: ModelShape) -> dict[str, Any]:
-    return {"num_local_experts": shape.num_experts, "num_experts_per_tok": shape.moe_topk}
-
-
-def _qwen_moe_keys(shape: ModelShape) -> dict[str, Any]:
-    return {
-        "num_experts": shape.num_experts,
-        "num_experts_per_tok": shape.moe_topk,
-        "moe_intermediate_size": shape.moe_ffn_hidden_size,
-        "norm_topk_prob": shape.moe_norm_topk_prob,
-        "mlp_only_layers": list(shape.dense_layers),
-        "decoder_sparse_step": 1,
-    }
-
-
-LANGUAGE_MODEL = "model.language_model."  # prefix of the text model in a vision-language model
-
-
-def _in_language_model(names: Names) -> Names:
-    return {
-        name: tuple(
-            f"{LANGUAGE_MODEL}{hf_name.removeprefix('model.')}" if hf_name.startswith("model.") else hf_name
-            for hf_name in hf_names
-        )
-        for name, hf_names in names.items()
-    }
-
-
-_NO_BIAS = {"hidden_act": "silu", "attention_bias": False}
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _LLAMA, _NO_BIAS | {"mlp_bias": False}),
-    "mistral": Family("MistralForCausalLM", _LLAMA, _NO_BIAS),
-    "qwen2": Family("Qwen2ForCausalLM", {**_LLAMA, **_QKV_BIAS}, {"hidden_act": "silu"}, lambda _: {"qkv_bias": True}),
-    "qwen3": Family("Qwen3ForCausalLM", {**_LLAMA, **_QK_NORM}, _NO_BIAS, lambda _: {"qk_norm": True}),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", {**_LLAMA, **_QK_NORM, **_QWEN_MLP}, _NO_BIAS, _qwen_moe_fields, _qwen_moe_keys
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM", {**_ENDS, **_ATTENTION, **_MIXTRAL_MLP}, _NO_BIAS, _mixtral_fields, _mixtral_keys
-    ),
-    "qwen2_5_vl": Family(
-        "Qwen2_5_VLForConditionalGeneration",
-        {**_LLAMA, **_QKV_BIAS},
-        {"hidden_act": "silu"},
-        lambda _: {"qkv_bias": True},
-        tower="visual.",
-    ),
-    "qwen3_vl": Family(
-        "Qwen3VLForConditionalGeneration",
-        _in_language_model({**_LLAMA, **_QK_NORM}),
-        _NO_BIAS,
-        lambda _: {"qk_norm": True},
-        tower="model.visual.",
-    ),
-    "qwen3_vl_moe": Family(
-        "Qwen3VLMoeForConditionalGeneration",
-        _in_language_model({**_LLAMA, **_QK_NORM, **_STACKED_MLP}),
-        _NO_BIAS | {"norm_topk_prob": True},
-        _qwen3_vl_moe_fields,
-        _qwen_moe_keys,
-        tower="model.visual.",
-    ),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", _DEEPSEEK, _NO_BIAS | V2_FIXED, v2_fields, v2_keys),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK, _NO_BIAS | V3_FIXED, v3_fields, v3_keys),
-}
+def window_of(config: Mapping[str, Any], family: str) -> int | None:
+    """Return the tokens that attention sees in some layer, None for all. config: with defaults."""
+    own = {key: config[key] for key in DEFAULTS[family]}  # other families ignore these keys
+    types, first = own.get("layer_types"), own.get("max_window_layers", 0)
+    if types is not None and (not isinstance(types, list) or {*map(str, types)} - {"full_attention", _SLIDING}):
+        raise InputError(f"layer_types={types!r}; expected full_attention or {_SLIDING} of each layer")
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise InputError(f"max_window_layers={first!r}; expected a whole number")
+    some = first < config["num_hidden_layers"] if types is None else _SLIDING in types
+    return own.get("sliding_window") if some and own.get("use_sliding_window", True) else None
 
 
 def family_of(shape: ModelShape) -> Family:

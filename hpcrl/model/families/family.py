@@ -1,0 +1,96 @@
+"""`Family`, and what several families share: names of parameters, and defaults of keys. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
+from hpcrl.model.shape import ModelShape
+
+# Megatron's name -> Hugging Face's; "*" is the number of the layer, "#" that of the expert. Several names are stacked
+# rows; those of linear_qkv are stacked by query group. "x[#]" is one matrix of a tensor, see `hpcrl.model.hf_files`.
+Names = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of config.json.
+
+    fixed: keys that must have these values if they are present. fields: fields of ModelShape beyond Llama's, from
+    config.json. keys: keys of config.json beyond Llama's, from the shape. tower: of a vision-language model, whose
+    config.json has sections for text and vision, the prefix of the tower's tensors.
+    """
+
+    architecture: str
+    names: Names
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    keys: Callable[[ModelShape], dict[str, Any]] = lambda shape: {}
+    tower: str | None = None
+
+
+MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
+LAYER: Names = {
+    f"{MEGATRON}input_layernorm.weight": (f"{HF}input_layernorm.weight",),
+    f"{MEGATRON}self_attention.linear_proj.weight": (f"{HF}self_attn.o_proj.weight",),
+    f"{MEGATRON}pre_mlp_layernorm.weight": (f"{HF}post_attention_layernorm.weight",),
+}
+ATTENTION: Names = {
+    **LAYER,
+    f"{MEGATRON}self_attention.linear_qkv.weight": tuple(f"{HF}self_attn.{part}_proj.weight" for part in "qkv"),
+}
+QKV_BIAS: Names = {
+    f"{MEGATRON}self_attention.linear_qkv.bias": tuple(f"{HF}self_attn.{part}_proj.bias" for part in "qkv"),
+}
+QK_NORM: Names = {
+    f"{MEGATRON}self_attention.{head}_layernorm.weight": (f"{HF}self_attn.{head}_norm.weight",) for head in "qk"
+}
+MLP: Names = {
+    f"{MEGATRON}mlp.linear_fc1.weight": (f"{HF}mlp.gate_proj.weight", f"{HF}mlp.up_proj.weight"),
+    f"{MEGATRON}mlp.linear_fc2.weight": (f"{HF}mlp.down_proj.weight",),
+}
+ENDS: Names = {
+    EMBEDDING: ("model.embed_tokens.weight",),
+    "decoder.final_layernorm.weight": ("model.norm.weight",),
+    OUTPUT_LAYER: ("lm_head.weight",),
+}
+LLAMA: Names = {**ENDS, **ATTENTION, **MLP}
+
+
+def experts_mlp(router: str, expert: str, gate: str, up: str, down: str) -> Names:
+    """Names in MoE layers, by the names of the family."""
+    megatron = f"{MEGATRON}mlp.experts.local_experts.#."
+    return {
+        f"{MEGATRON}mlp.router.weight": (f"{HF}{router}.weight",),
+        f"{megatron}linear_fc1.weight": tuple(f"{HF}{expert}.#.{part}.weight" for part in (gate, up)),
+        f"{megatron}linear_fc2.weight": (f"{HF}{expert}.#.{down}.weight",),
+    }
+
+
+QWEN_MLP = experts_mlp("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+LANGUAGE_MODEL = "model.language_model."  # prefix of the text model in a vision-language model
+
+
+def in_language_model(names: Names) -> Names:
+    return {
+        name: tuple(
+            f"{LANGUAGE_MODEL}{hf_name.removeprefix('model.')}" if hf_name.startswith("model.") else hf_name
+            for hf_name in hf_names
+        )
+        for name, hf_names in names.items()
+    }
+
+
+NO_BIAS = {"hidden_act": "silu", "attention_bias": False}
+# Defaults of keys that are absent from config.json.
+COMMON = {
+    "num_key_value_heads": None,  # as many as num_attention_heads
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "max_position_embeddings": 32768,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}

@@ -1,0 +1,81 @@
+"""Operations of the matrix products of models and vision towers. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, shards
+from hpcrl.model.shape import ModelShape
+from hpcrl.model.vision import Vision, tower_tensors
+
+
+def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -> float:
+    """Return the operations of one pass over sequences of these lengths, with the head at `num_outputs` of their
+    tokens.
+
+    2 per weight of a matrix and token (active experts only), and for causal attention 2 * head_dim * (L + 1) L / 2 per
+    head for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms, rotary embedding and softmax do not
+    count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and a vision tower is apart: see `tower_flops`.
+    """
+    per_token, per_output = _weights(shape)
+    width = shape.num_layers * shape.num_attention_heads * (shape.head_dim + shape.v_head_dim)
+    each = list(lengths)
+    attention = sum(width * length * (length + 1.0) for length in each)
+    return 2.0 * per_token * sum(each) + 2.0 * per_output * num_outputs + attention
+
+
+def training_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int, *, has_adapters: bool = False) -> float:
+    """The same with the backward pass, which takes two products per product; recomputation does not count. If only
+    adapters are trained, it takes one per product with a weight; the adapters' own products are negligible."""
+    each = list(lengths)
+    total = 3.0 * forward_flops(shape, each, num_outputs)
+    if not has_adapters:
+        return total
+    per_token, per_output = _weights(shape)
+    return total - 2.0 * per_token * sum(each) - 2.0 * per_output * num_outputs
+
+
+@cache
+def _weights(shape: ModelShape) -> tuple[float, int]:
+    """Return the matrix weights that a token uses in the layers, and in the head."""
+    whole = shards(shape)
+    share = shape.moe_topk / shape.num_experts if shape.num_experts else 0.0
+    layers = sum(
+        math.prod(shard.global_shape) * (share if shard.is_expert else 1.0)
+        for shard in whole
+        if len(shard.global_shape) == 2 and shard.name not in (EMBEDDING, OUTPUT_LAYER) and TOWER not in shard.name
+    )
+    return layers, shape.padded_vocab_size * shape.hidden_size
+
+
+def tower_flops(vision: Vision, grids: Iterable[Sequence[int]]) -> float:
+    """Return the operations of the vision tower's pass over pictures, given their patches in time, height and width.
+
+    2 per weight of a matrix and patch, of a merger and token, and 4 * hidden_size per pair of patches that attend to
+    each other: those of a frame, or of a window of it.
+    """
+    tower, merged = vision.tower, vision.merge_size**2
+    per_patch = 0.0
+    for name, size in tower_tensors(vision).items():
+        if len(size) > 1 and name != "pos_embed.weight":
+            per_patch += 2.0 * math.prod(size) / (merged if vision.is_merger(name) else 1)
+    num_full, window = int(tower["depth"]), 0
+    if not vision.mrope_interleaved:
+        num_full, window = len(tower["fullatt_block_indexes"]), int(tower["window_size"]) // vision.patch_size
+    total = 0.0
+    for time, height, width in grids:
+        frame = height * width
+        pairs = num_full * frame**2
+        if window:
+            squares = [side // window * window**2 + (side % window) ** 2 for side in (height, width)]
+            pairs += (int(tower["depth"]) - num_full) * squares[0] * squares[1]
+        total += time * (frame * per_patch + 4.0 * int(tower["hidden_size"]) * pairs)
+    return total
+
+
+def tower_training_factor(vision: Vision) -> float:
+    """Return the operations of training as a multiple of `tower_flops`. If only the merger is trained, its own backward
+    pass, a few percent, does not count."""
+    return 3.0 if vision.train in ("tower", "all") else 1.0
