@@ -28,7 +28,7 @@ from hpcrl.config.roles import (
 )
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import make_sampler
-from hpcrl.machine.peaks import peak_of
+from hpcrl.machine.machine_file import peak_of
 from hpcrl.run.job import TrainingJob
 from hpcrl.run.job_config import in_section
 from hpcrl.run.performance import mfu_metrics

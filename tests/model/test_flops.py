@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpcrl.machine.peaks import peak_of
+from hpcrl.machine.machine_file import peak_of
 from hpcrl.model.operations import tower_flops
 from hpcrl.model.tower import build_tower, encode
 from tests.model.vision_models import VISION_MODELS, vision_shape
