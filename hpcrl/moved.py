@@ -1,6 +1,6 @@
-"""Modules that have moved: an old name raises ImportError with the new one. Those that users' files name still work.
+"""Names of modules before the folders were redrawn, in November 2026: an old name raises ImportError with the new one.
 
-The names are those before the folders were redrawn, in November 2026. `import hpcrl` imports this module.
+Those that users' files and commands name still work. `import hpcrl` imports this module.
 """
 
 from __future__ import annotations
@@ -11,21 +11,139 @@ from importlib import import_module, util
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
-# old folder or module -> new one, below hpcrl; the longest name that fits counts
-NAMES: dict[str, str] = {}  # TABLE
-
-# still imported by users' files, or run by `python -m`
+# below hpcrl: old folder -> where most of its modules are, and old module -> new module for the others
+FOLDERS = {
+    "grid": "runtime",
+    "reshard": "engine.refit",
+    "checkpoint": "engine.checkpoint",
+    "tracing": "observe.trace",
+    "report": "observe.report",
+    "viewer": "observe.report",
+    "telemetry": "observe.record",
+    "plan": "forecast.memory",
+    "predict": "forecast.time",
+    "rollout_source": "run.rollouts",
+    "rollout.native": "rollout.engines.native",
+    "rollout.tensorrt_llm": "rollout.engines.tensorrt_llm",
+    "rollout.agent": "rollout.environments",
+    "model.hf": "model",
+}
+MODULES = {
+    "algorithms.registry": "algorithms.parameters",
+    "batch.balance": "batch.packing",
+    "batch.tensors": "batch.ragged",
+    "batch.transfer": "batch.ragged",
+    "controller.profiler": "controller.busy",
+    "controller.wire": "controller.executor",
+    "data.drawing": "data.sources.drawn",
+    "data.encoding": "data.tokenizer",
+    "data.picture_index": "data.image_loader",
+    "data.sampled_pairs": "data.split",
+    "data.sft": "data.supervision",
+    "data.source_files": "data.source",
+    "data.sources.chat": "data.sources.downloaded",
+    "data.sources.count_squares": "data.sources.drawn",
+    "data.sources.countdown": "data.sources.downloaded",
+    "data.sources.countdown_words": "data.sources.drawn",
+    "data.sources.dapo_math": "data.sources.downloaded",
+    "data.sources.geometry3k": "data.sources.downloaded",
+    "data.sources.gsm8k": "data.sources.downloaded",
+    "data.sources.left_of": "data.sources.drawn",
+    "data.sources.math": "data.sources.downloaded",
+    "data.sources.maze": "data.sources.drawn",
+    "data.sources.pictures": "data.sources.drawn",
+    "data.sources.preferences": "data.sources.downloaded",
+    "data.sources.sums": "data.sources.drawn",
+    "data.sources.two_digits": "data.sources.drawn",
+    "data.template_limits": "data.chat",
+    "data.video": "data.pictures",
+    "engine.pictures": "engine.microbatch",
+    "model.attention": "model.blocks.attention",
+    "model.hf.defaults": "model.families.config_json",
+    "model.hf.directory": "model.hf_directory",
+    "model.hf.families": "model.families.config_json",
+    "model.hf.files": "model.hf_files",
+    "model.layers": "model.blocks.layers",
+    "model.packed": "model.gpt",
+    "model.rope": "model.blocks.rope",
+    "model.router": "model.blocks.router",
+    "model.sizes": "model.operations",
+    "model.transformer_engine": "model.blocks.transformer_engine",
+    "model.vision_rules": "model.architecture",
+    "plan.command": "forecast.command",
+    "plan.disk": "forecast.memory.state",
+    "plan.dry_run": "forecast.dry_run",
+    "plan.tower": "forecast.memory.generation",
+    "predict.calibrate_command": "forecast.time.calibrate",
+    "predict.experts": "forecast.time.layers",
+    "predict.gantt": "forecast.time.table",
+    "predict.machine": "machine.machine_file",
+    "predict.measured": "machine.machine_file",
+    "predict.modes": "forecast.time.step",
+    "predict.operators": "forecast.time.layers",
+    "predict.recorded": "forecast.time.calibrate",
+    "predict.timeline": "forecast.time.step",
+    "predict.timeline_files": "forecast.time.table",
+    "predict.transfer": "forecast.time.collectives",
+    "report.attempts": "observe.read.attempts",
+    "report.batch_output": "observe.read.logs",
+    "report.command": "observe.report.page",
+    "report.event_files": "observe.read.attempts",
+    "report.page_data": "observe.report.page",
+    "report.rank_times": "observe.report.charts",
+    "report.recorded_run": "observe.read.recorded_run",
+    "rewards.scorers.ground_truth": "rewards.registry",
+    "rollout.native.decode_graphs": "rollout.engines.native.paged_decode",
+    "rollout.native.decode_state": "rollout.engines.native.paged_decode",
+    "rollout_source.background_task": "run.rollouts.scoring",
+    "run.likely_cause": "run.predicted",
+    "run.ref_logps": "run.pairs",
+    "runtime.check": "machine.check",
+    "runtime.check_job": "machine.check_job",
+    "runtime.event_process": "runtime.events",
+    "runtime.fits": "machine.machine_file",
+    "runtime.heap": "runtime.world",
+    "runtime.json_file": "sandbox.new_files",
+    "runtime.listeners": "machine.listeners",
+    "runtime.measure": "machine.measure",
+    "runtime.measure_device": "machine.measure_rank",
+    "runtime.measure_links": "machine.measure_rank",
+    "runtime.rank_connections": "runtime.key_value_store",
+    "sandbox.foreign_text": "sandbox.foreign_files",
+    "sandbox.process_identity": "sandbox.process_tree",
+    "sandbox.temporary_files": "sandbox.new_files",
+    "sandbox.time_budget": "sandbox.process_pool",
+    "sandbox.visible_files": "sandbox.isolation",
+    "slurm.chain": "slurm.request",
+    "slurm.overview": "slurm.status",
+    "telemetry.agreement": "observe.read.agreement",
+    "telemetry.curves": "observe.report.curves",
+    "telemetry.rank_logs": "observe.read.logs",
+    "telemetry.runlog": "observe.read.runlog",
+    "telemetry.samples": "observe.read.samples",
+    "telemetry.scalars": "observe.report.scalars",
+    "telemetry.seeds": "observe.read.runlog",
+    "telemetry.summary": "observe.report.summary",
+    "telemetry.token_table": "run.replay",
+    "telemetry.token_text": "observe.read.token_text",
+    "telemetry.untrusted_hdf5": "observe.read.archive",
+    "tracing.clocks": "observe.trace.records",
+    "tracing.picture": "observe.trace.command",
+    "viewer.paired_samples": "observe.report.samples_view",
+    "workers.kto": "workers.preference",
+    "workers.online_dpo": "workers.preference",
+    "workers.tool_pictures": "workers.prompt_pictures",
+    "workers.verdict_cache": "workers.judge",
+}
 KEPT = ("rollout.agent.tools", "telemetry.curves", "telemetry.scalars", "telemetry.summary")
 
 
 def new_name(old: str) -> str | None:
-    """The full new name of the full name of an old module or folder; None if it has not moved."""
-    package, *parts = old.split(".")
-    for end in range(len(parts), 0, -1):
-        new = NAMES.get(".".join(parts[:end]))
-        if new is not None and package == __package__:
-            return ".".join([package, new, *parts[end:]])
-    return None
+    """The full name of what the old full name of a module names today; None if that has not moved."""
+    package, _, inside = old.partition(".")
+    folder, _, module = inside.rpartition(".")
+    new = MODULES.get(inside) or (f"{FOLDERS[folder]}.{module}" if folder in FOLDERS else None)
+    return f"{package}.{new}" if new is not None and package == __package__ else None
 
 
 class OldNames:
@@ -35,24 +153,29 @@ class OldNames:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Raises ImportError for a module that has moved."""
+        inside = fullname.partition(".")[2]
+        if inside in FOLDERS and fullname.startswith(f"{__package__}."):
+            return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
         new = new_name(fullname)
         if new is None:
             return None
-        old = fullname.partition(".")[2]
-        is_folder = any(name.startswith(f"{old}.") for name in (*NAMES, *KEPT))
-        if not is_folder and old not in KEPT:
+        if inside not in KEPT:
             raise ImportError(f"{fullname} is now {new}", name=fullname)
-        return ModuleSpec(fullname, self, is_package=is_folder)  # type: ignore[arg-type]
+        return ModuleSpec(fullname, self)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Python makes an empty module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace the empty module by the new one. An old folder stays empty: it is imported for its modules only."""
-        if module.__spec__ is not None and not module.__spec__.submodule_search_locations is not None:
-            sys.modules[module.__name__] = import_module(str(new_name(module.__name__)))
+        """Put the new module in the place of an old one. An old folder stays empty: its modules are asked for."""
+        new = new_name(module.__name__)
+        if new is not None:
+            sys.modules[module.__name__] = import_module(new)
 
     def get_code(self, fullname: str) -> CodeType | None:
         """The code of the new module, for `python -m`."""
-        spec = util.find_spec(str(new_name(fullname)))
+        spec = util.find_spec(new_name(fullname) or fullname)
         return spec.loader.get_code(spec.name) if spec is not None else None  # type: ignore[union-attr]
+
+
+sys.meta_path.append(OldNames())  # type: ignore[arg-type]

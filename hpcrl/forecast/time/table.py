@@ -72,13 +72,11 @@ def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
 
 def _written(job: TrainingPlan, prediction: Prediction, machine: Machine, names: Sequence[str]) -> Iterator[str]:
     if names:
-        from hpcrl.forecast.time import timeline_files
-
-        timeline_files.check(names)
+        check_timelines(names)
         what = "extrapolated" if not machine.measured else "predicted"
         title = f"{job.config.run.name} on {machine.name}, {what}: {prediction.seconds:.4g} s per step"
         for name in names:
-            yield f"  {'timeline':<26}{timeline_files.write(Path(name), title, prediction)}"
+            yield f"  {'timeline':<26}{write_timeline(Path(name), title, prediction)}"
 
 
 def lengths_of(job: TrainingPlan, text: str | None) -> Lengths:
@@ -226,7 +224,7 @@ class Track(NamedTuple):
     spans: list[Span]
 
 
-def check(names: Sequence[str]) -> None:
+def check_timelines(names: Sequence[str]) -> None:
     """Raise ConfigError, one line, for a file that cannot be written."""
     for path in map(Path, names):
         if path.suffix not in SUFFIXES:
@@ -235,7 +233,7 @@ def check(names: Sequence[str]) -> None:
             raise ConfigError(f"found --timeline {path}, but there is no folder {path.parent}; create it first")
 
 
-def write(path: Path, title: str, prediction: Prediction) -> str:
+def write_timeline(path: Path, title: str, prediction: Prediction) -> str:
     """Write the file; return a line that says what it is. Raises InputError, one line."""
     if path.suffix == ".json":
         metadata = {"title": title, "source": "hpcrl plan --machine", "seconds_per_step": prediction.seconds}
