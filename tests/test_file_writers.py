@@ -9,19 +9,18 @@ from tests.test_imports import PACKAGE, sources
 
 # modules that write to the folder of a run, or of one of its parts, which `runtime/run_folder.py` has checked
 IN_A_RUN = """
-checkpoint/manifest checkpoint/sharded_save checkpoint/store controller/profiler model/hf/files run/performance
-run/ref_logps run/replay run/saver runtime/event_process runtime/exits runtime/job runtime/rank_status
-runtime/run_owner runtime/watchdog sandbox/worker slurm/bundle slurm/submit telemetry/archive telemetry/trackers
-telemetry/writer workers/verdict_cache workers/weight_transfer
+controller/busy engine/checkpoint/manifest engine/checkpoint/sharded_save engine/checkpoint/store model/hf_files
+observe/record/archive observe/record/trackers observe/record/writer run/pairs run/performance run/replay run/saver
+runtime/events runtime/exits runtime/job runtime/rank_status runtime/run_owner runtime/watchdog sandbox/worker
+slurm/bundle slurm/submit workers/judge workers/weight_transfer
 """
 ELSEWHERE = {
-    "sandbox/new_files": "the place that opens files for the others",
-    "sandbox/temporary_files": "in a folder that mkdtemp has made",
+    "sandbox/new_files": "the place that opens files for the others, and a folder that mkdtemp has made",
     "sandbox/isolation": "in the sandbox's own root, and /proc",
     "sandbox/process_tree": "/proc",
-    "runtime/measure": "a name with a random number",
-    "runtime/check_job": "a name with a random number",
-    "telemetry/scalars": "/dev/null",
+    "machine/measure": "a name with a random number",
+    "machine/check_job": "a name with a random number",
+    "observe/report/scalars": "/dev/null",
     "runtime/world": "/dev/null",
 }
 METHODS = {"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "savefig"}
