@@ -28,10 +28,9 @@ from hpcrl.config.roles import (
 )
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import make_sampler
-from hpcrl.machine.machine_file import peak_of
 from hpcrl.run.job import TrainingJob
 from hpcrl.run.job_config import in_section
-from hpcrl.run.performance import mfu_metrics
+from hpcrl.run.performance import mfu_metrics, peak_of
 from hpcrl.run.rollouts.choice import assign_to_replicas, make_rollout_source
 from hpcrl.run.rollouts.source import idle_metrics
 from hpcrl.run.validation import Validator

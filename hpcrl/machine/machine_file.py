@@ -1,8 +1,7 @@
 """What a machine can do, as data: rates, bandwidths and latencies of a rank, its node and the network.
 
 `configs/machines/*.yaml` describe well-known ones from published figures; `hpcrl check --job --machine FILE` writes the
-one that it runs on, with coefficients that are fitted to measured times. Peak rates of GPUs are what the utilisation of
-a run is measured against.
+one that it runs on, with coefficients that are fitted to measured times.
 """
 
 from __future__ import annotations
@@ -255,24 +254,3 @@ def ring_bandwidth(size: int, nodes: Sequence[Sequence[int]], inside: float, bet
 def ring_link(inside: float, between: float, rings: int) -> float:
     """Bandwidth between nodes of so many rings that share the bytes, until the links inside a node limit them."""
     return min(inside, rings * between) if rings > 1 else between
-
-
-# Dense bf16 operations per second of one device, from data sheets; the first matching name is used.
-PEAKS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "H20": 148e12,
-    "L40S": 362e12,
-}
-
-
-def peak_of(device_name: str) -> float | None:
-    """Return the bf16 operations per second of a device by torch's name; None if unknown."""
-    words = device_name.replace("-", " ").split()
-    return next((peak for name, peak in PEAKS.items() if name in words), None)

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpcrl.machine.machine_file import peak_of
 from hpcrl.model.operations import tower_flops
 from hpcrl.model.tower import build_tower, encode
+from hpcrl.run.performance import peak_of
 from tests.model.vision_models import VISION_MODELS, vision_shape
 
 

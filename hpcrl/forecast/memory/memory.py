@@ -26,7 +26,7 @@ from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, blocks_for
-from hpcrl.rollout.engines.tensorrt_llm.arguments import kv_bytes_per_token
+from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import ROW_MULTIPLE, Layout
 
