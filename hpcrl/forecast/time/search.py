@@ -32,11 +32,10 @@ from hpcrl.config.roles import KEYS, Part
 from hpcrl.config.schema import Config
 from hpcrl.forecast.memory.fixes import tightest
 from hpcrl.forecast.memory.memory import Row, TrainingPlan, with_keys
-from hpcrl.forecast.time.bound import least
 from hpcrl.forecast.time.candidates import Candidate, Choice, Memo, Probe, Split, families, least_split, undominated
 from hpcrl.forecast.time.cost import fitted
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.phases import JobTimes, Timed
+from hpcrl.forecast.time.phases import JobTimes, Timed, least
 from hpcrl.forecast.time.space import Keys, Placement, Space
 from hpcrl.forecast.time.step import Prediction, lower_bound, predict
 from hpcrl.machine.machine_file import Machine

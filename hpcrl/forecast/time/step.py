@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from hpcrl.config.schema import AsyncTrainingConfig
 from hpcrl.forecast.memory.memory import TrainingPlan
-from hpcrl.forecast.time.bound import least
 from hpcrl.forecast.time.cost import Cost, fitted
 from hpcrl.forecast.time.decode import generation_cost, schedule
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.phases import JobTimes, Timed
+from hpcrl.forecast.time.phases import JobTimes, Timed, least
 from hpcrl.forecast.time.training import forward_cost, packing, update_cost
 from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine
 
