@@ -1,4 +1,4 @@
-"""Reinforcement-learning post-training of language models as one SPMD MPI program. Importing it imports nothing heavy."""
+"""Reinforcement-learning post-training of language models as one SPMD MPI program. The import is light."""
 
 import os
 

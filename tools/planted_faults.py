@@ -136,7 +136,7 @@ FAULTS = [
         "targets += [Target(group, rank) for rank in here if rank not in self.place]",
         "targets += [Target(group, rank) for rank in here]",
         0,
-        "tests/reshard/test_planner.py::test_bytes_received_are_the_lower_bound_and_nothing_local_is_sent",
+        "tests/engine/refit/test_planner.py::test_bytes_received_are_the_lower_bound_and_nothing_local_is_sent",
     ),
     Fault(
         "plan-once",
@@ -145,7 +145,7 @@ FAULTS = [
         "if start + rectangle.start >= high:",
         "if start + rectangle.start > high:",
         0,
-        "tests/reshard/test_planner.py::test_moves_give_every_destination_element_its_value_once",
+        "tests/engine/refit/test_planner.py::test_moves_give_every_destination_element_its_value_once",
     ),
     Fault(
         "plan-balance",
@@ -154,7 +154,7 @@ FAULTS = [
         "SWEEPS = 200",
         "SWEEPS = 1",
         0,
-        "tests/reshard/test_balance.py::test_the_largest_load_is_the_least_possible",
+        "tests/engine/refit/test_balance.py::test_the_largest_load_is_the_least_possible",
     ),
     Fault(
         "refit-memory",
@@ -173,7 +173,7 @@ FAULTS = [
         "return (x ^ _shifted(x, 31)) | 1",
         "return x ^ _shifted(x, 31)",
         0,
-        "tests/reshard/test_checksum.py",
+        "tests/engine/refit/test_checksum.py",
     ),
     Fault(
         "refit-corrupted",
@@ -238,7 +238,7 @@ FAULTS = [
         "later = max(0, version + 1 + threshold - step) * size",
         "later = max(0, version + 2 + threshold - step) * size",
         0,
-        "tests/rollout_source/test_streaming.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
+        "tests/run/rollouts/test_streaming.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
     ),
     Fault(
         "trained-twice",
@@ -247,7 +247,7 @@ FAULTS = [
         "self.pool.surplus = ready[~taken] if not taken.all() else None",
         "self.pool.surplus = ready if not taken.all() else None",
         0,
-        "tests/rollout_source/test_streaming.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
+        "tests/run/rollouts/test_streaming.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
     ),
     Fault(
         "lost-over-resume",
@@ -265,7 +265,7 @@ FAULTS = [
         "return checkpoint < step <= checkpoint + 1 + self.num_ahead",
         "return checkpoint + 1 < step <= checkpoint + 1 + self.num_ahead",
         0,
-        "tests/rollout_source/test_durable_rollouts.py::test_a_killed_step_reuses_what_was_drawn_or_repeats_itself_bit_for_bit",
+        "tests/run/rollouts/test_durable_rollouts.py::test_a_killed_step_reuses_what_was_drawn_or_repeats_itself_bit_for_bit",
     ),
     # Algorithms.
     Fault(
@@ -562,7 +562,7 @@ FAULTS = [
         "text = _SUSPECT.sub(_shown, text)",
         "text = str(text)",
         0,
-        "tests/viewer/test_samples_command.py::test_model_text_never_reaches_a_terminal_raw",
+        "tests/observe/test_samples_command.py::test_model_text_never_reaches_a_terminal_raw",
     ),
     # Checkpoints.
     Fault(
@@ -572,7 +572,7 @@ FAULTS = [
         "return None if found == expected else",
         "return None if found[:0] == expected[:0] else",
         0,
-        "tests/checkpoint/test_manifest.py",
+        "tests/engine/checkpoint/test_manifest.py",
     ),
     Fault(
         "damage-removed",
@@ -581,7 +581,7 @@ FAULTS = [
         '        if not path.is_file():\n            return f"{name} is missing"\n',
         "        if not path.exists():\n            return None\n",
         0,
-        "tests/checkpoint/test_manifest.py",
+        "tests/engine/checkpoint/test_manifest.py",
     ),
     Fault(
         "damage-fallback",
@@ -590,7 +590,7 @@ FAULTS = [
         "sorted(found, reverse=True)",
         "sorted(found)",
         0,
-        "tests/checkpoint/test_store.py",
+        "tests/engine/checkpoint/test_store.py",
     ),
     Fault(
         "short-write",
@@ -599,7 +599,7 @@ FAULTS = [
         "rest = rest[written:]",
         "rest = rest[len(rest) :]",
         0,
-        "tests/checkpoint/test_hashed_file.py",
+        "tests/engine/checkpoint/test_hashed_file.py",
     ),
     Fault(
         "quota",
@@ -608,7 +608,7 @@ FAULTS = [
         "            self._error = error\n        return len(view)",
         "            pass\n        return len(view)",
         0,
-        "tests/checkpoint/test_hashed_file.py",
+        "tests/engine/checkpoint/test_hashed_file.py",
     ),
     Fault(
         "full-disk",
@@ -700,7 +700,7 @@ FAULTS = [
         "return last if same else None",
         "return last",
         0,
-        "tests/telemetry/test_trackers.py::test_the_slices_of_a_run_are_one_run_with_the_values_of_metrics_jsonl",
+        "tests/observe/test_trackers.py::test_the_slices_of_a_run_are_one_run_with_the_values_of_metrics_jsonl",
     ),
     Fault(
         "trackers-disk",
@@ -709,7 +709,7 @@ FAULTS = [
         "if count != self._num_rows:",
         "if False:",
         0,
-        "tests/telemetry/test_trackers.py::test_a_full_disk_costs_a_warning_for_each_tracker",
+        "tests/observe/test_trackers.py::test_a_full_disk_costs_a_warning_for_each_tracker",
     ),
     Fault(
         "trackers-hang",
@@ -718,7 +718,7 @@ FAULTS = [
         "process.join(max(0.0, deadline - time.monotonic()))",
         "process.join()",
         0,
-        "tests/telemetry/test_trackers.py::test_a_tracker_that_fails_costs_one_warning_and_no_time",
+        "tests/observe/test_trackers.py::test_a_tracker_that_fails_costs_one_warning_and_no_time",
     ),
     # Pages.
     Fault(

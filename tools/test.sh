@@ -100,10 +100,10 @@ world() {
     return "$code"
 }
 
-mapfile -t plain < <(chosen tests tests/mpi tests/slurm tests/report/browser)
+mapfile -t plain < <(chosen tests tests/mpi tests/slurm tests/observe/browser)
 mapfile -t spmd < <(chosen tests/mpi)
 mapfile -t slurm < <(chosen tests/slurm)
-mapfile -t pages < <(chosen tests/report/browser)
+mapfile -t pages < <(chosen tests/observe/browser)
 pytest=("$python" -m pytest -p tests.costs "${options[@]}")
 
 run_beside() {
@@ -139,7 +139,7 @@ run_beside >"$logs/beside" 2>&1 </dev/null &
 beside=$!
 set +m
 if ((${#plain[@]})); then
-    pytest+=(--ignore=tests/mpi --ignore=tests/slurm --ignore=tests/report/browser --timeout "$seconds")
+    pytest+=(--ignore=tests/mpi --ignore=tests/slurm --ignore=tests/observe/browser --timeout "$seconds")
     HPCRL_QUIET=no part "without MPI" "${pytest[@]}" -n "$cores" --dist loadfile "${plain[@]}"
 fi
 if ((${#spmd[@]})); then

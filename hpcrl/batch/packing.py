@@ -1,4 +1,4 @@
-"""Division of a step's samples: over replicas, balanced by work; in mini-batches; and in micro-batches of packed sequences."""
+"""Division of a step's samples: over replicas, balanced by work; in mini-batches; in packed micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's phases cost: time at work without the time that it waited for other ranks, peak memory, profiler traces."""
+"""A rank's phases: time at work without the time that it waited for other ranks, peak memory, profiler traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of prompts and of tools: encoded for the rollout engine, as a column for the roles that train, and archived."""
+"""Pictures of prompts and of tools: encoded for the rollout engine, a column for roles that train, and archived."""
 
 from __future__ import annotations
 

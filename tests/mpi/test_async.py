@@ -142,7 +142,7 @@ RANDOM_LENGTHS = {"data": {"max_response_length": 40}}
     [(1, True), pytest.param(3, False, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.exhaustive)],
 )
 def test_no_sample_is_older_than_the_bound(world, lab: Lab, threshold: int, partial: bool) -> None:
-    """Random lengths: an untrained model stops where it likes. See also tests/rollout_source/test_streaming.py."""
+    """Random lengths: an untrained model stops where it likes. See also tests/run/rollouts/test_streaming.py."""
     found = run(
         lab,
         f"stream_{threshold}_{partial}",

@@ -10,9 +10,9 @@ import torch
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.forecast.memory.state import RoleModel
+from tests.forecast.memory.passes import TOKENS, loss, make_batch, make_pass
 from tests.live_bytes import LiveBytes
 from tests.mpi.layouts import LAYOUTS, SHAPE, role_groups
-from tests.plan.passes import TOKENS, loss, make_batch, make_pass
 
 pytestmark = pytest.mark.ci_world(4)
 

@@ -16,9 +16,9 @@ from hpcrl.machine.machine_file import read_machine
 from hpcrl.observe.read.archive import read_samples
 from hpcrl.observe.record.archive import step_path
 from hpcrl.run.predicted import on_ranks
+from tests.forecast.time.machines import CPU
 from tests.mpi.lab import Lab, run_job
 from tests.mpi.test_async import GRPO
-from tests.predict.machines import CPU
 
 COMPARED = {"gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "dump_rollout_generations", "step"}
 

@@ -199,7 +199,7 @@ def images_of(shown: dict[str, Any], row: int) -> list[dict[str, Any]]:
 def test_a_role_without_a_tower_is_an_error_at_the_start(
     world, lab: Lab, shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On all ranks, before any model is built; tests/plan/test_command.py has a reward model."""
+    """On all ranks, before any model is built; tests/forecast/memory/test_command.py has a reward model."""
     monkeypatch.delattr("hpcrl.engine.engine.build_model")
     teacher = {"model": {"num_layers": 1}, "init_from": str(shown["folder"] / "qwen2_5_vl")}
     own = {"teacher": teacher, "distillation": {"enabled": True}}

@@ -29,7 +29,7 @@ from hpcrl.run.predicted import (
     methods_by_phase,
     on_ranks,
 )
-from tests.predict.machines import cpu
+from tests.forecast.time.machines import cpu
 from tests.run.small_run import MODEL
 
 UPDATE, GENERATE = "actor.update_actor", "rollout.generate"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.engine.checkpoint.store import CheckpointStore
-from tests.checkpoint.damage import flipped, truncated
+from tests.engine.checkpoint.damage import flipped, truncated
 from tests.run.small_run import checkpoints, compared, lines, log_of, run_folder, train
 from tests.runtime.conftest import MPIEXEC, REPOSITORY, environment
 

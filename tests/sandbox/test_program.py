@@ -145,7 +145,7 @@ attempt("create", lambda: open("mine", "w").close())
 
 @pytest.mark.parametrize("without", [None, "mnt", "user"])
 def test_the_network_processes_files_and_sockets_are_out_of_reach(tmp_path: Path, without: str | None) -> None:
-    """As far as the kernel allows; `hpcrl check` says how far (tests/runtime/test_check.py)."""
+    """As far as the kernel allows; `hpcrl check` says how far (tests/machine/test_check.py)."""
     here = probe_isolation()
     assert here.shown or (here.why_not and subprocess.run(["unshare", "-Urmpfn", "true"]).returncode != 0)
     (tmp_path / "truth").touch()

@@ -14,7 +14,7 @@ import pytest
 from hpcrl.config import yaml_core
 from hpcrl.forecast.time.step import predict
 from hpcrl.machine.machine_file import Machine, read_machine
-from tests.predict.machines import cpu
+from tests.forecast.time.machines import cpu
 
 TOOLS = Path(__file__).parents[2] / "tools"
 DOCS = TOOLS.parent / "docs"

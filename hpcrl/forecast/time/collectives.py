@@ -164,8 +164,8 @@ class Moved(NamedTuple):
 def refit_shares(
     source: Layout, destination: Layout, stages: tuple[float, ...], ranks_per_node: int
 ) -> tuple[Moved, ...]:
-    """What each distinct rank moves, as `hpcrl.engine.refit.planner` has it: a rank copies what it holds, receives the rest
-    once, from its own node if a rank of the node holds it, and senders have equal shares.
+    """What each distinct rank moves, as `hpcrl.engine.refit.planner` has it: a rank copies what it holds, receives the
+    rest once, from its own node if a rank of the node holds it, and senders have equal shares.
 
     stages: of the weights, the share of each pipeline stage; all weights of a stage count as divided by tensor
     parallelism, experts and norms too.

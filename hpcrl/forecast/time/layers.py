@@ -1,9 +1,9 @@
-"""What a rank holds, multiplies and launches of each layer, of a model's head, and of a pipeline stage. From the shards.
+"""What a rank holds, multiplies and launches of each layer, of the head, and of a pipeline stage. From the shards.
 
 Operators are what PyTorch runs, views included: each takes a host's time, whatever it computes. Counted with
 `hpcrl.machine.measure_rank.CountOperators` on megatron-core's layers and on the native engine;
-tests/predict/test_operators.py counts again. Tokens are divided unevenly over experts, and over the ranks that hold
-them.
+tests/forecast/time/test_operators.py counts again. Tokens are divided unevenly over experts, and over the ranks that
+hold them.
 """
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ class Micro(NamedTuple):
 
 @dataclass(frozen=True)
 class PassModel:
-    """A role's model as its passes see it. sequence_parallel, recompute, lora: as in `hpcrl.forecast.memory`. recomputes_head:
-    whether logits are computed again in the backward pass. operators: of a pass without gradients. load_imbalance:
-    tokens of the expert with most, as a multiple of the mean."""
+    """A role's model as its passes see it. sequence_parallel, recompute, lora: as in `hpcrl.forecast.memory`.
+    recomputes_head: whether logits are computed again in the backward pass. operators: of a pass without gradients.
+    load_imbalance: tokens of the expert with most, as a multiple of the mean."""
 
     shape: ModelShape
     layout: Layout

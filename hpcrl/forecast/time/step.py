@@ -235,8 +235,8 @@ APART = ("save_checkpoint",)  # between two steps
 class Prediction:
     """seconds: of a step, with its share of a save. phases: seconds by the name of `timing_s/<phase>`; those of phases
     that overlap add up to more than the step. parts: by phase, the share of its time by what limits it, see
-    `hpcrl.forecast.time.cost.Cost`. spans: what the step's ranks do, from its start; of an asynchronous job, several steps,
-    the tasks of step k named `<phase>/<k>`. roles: by phase, the role that works in it."""
+    `hpcrl.forecast.time.cost.Cost`. spans: what the step's ranks do, from its start; of an asynchronous job, several
+    steps, the tasks of step k named `<phase>/<k>`. roles: by phase, the role that works in it."""
 
     seconds: float
     phases: Mapping[str, float]

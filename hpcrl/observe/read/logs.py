@@ -1,4 +1,4 @@
-"""Log files of a run: those of its ranks, `logs/rank_00003.log`, and Slurm's output of each slice, `slurm-<job>.out`."""
+"""Log files of a run: of its ranks, `logs/rank_00003.log`, and Slurm's output of each slice, `slurm-<job>.out`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a run, read back by tools on a login node; runs that differ in their seed only, as one. No torch, no MPI."""
+"""Metrics of a run, read back on a login node; runs that differ in their seed only, as one. No torch, no MPI."""
 
 from __future__ import annotations
 

@@ -1,0 +1,86 @@
+"""Generation against a loop over its decode steps."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from hpcrl.forecast.time.decode import GROUPS, Engine, Work, grouped, occupied, schedule
+from hpcrl.forecast.time.lengths import Lengths
+from tests.forecast.time.machines import cpu, gpu
+from tests.forecast.time.test_passes import SHAPE, model
+
+
+def running_by_step(responses: list[int], slots: int) -> list[int]:
+    """How many sequences run in each step, token by token."""
+    waiting, left, found = deque(responses), list[int](), []
+    while waiting or left:
+        while waiting and len(left) < slots:
+            left.append(waiting.popleft())
+        found.append(len(left))
+        left = [tokens - 1 for tokens in left if tokens > 1]
+    return found
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 100])
+def test_slots_are_taken_as_step_by_step(slots: int) -> None:
+    responses = random.Random(slots).choices(range(1, 30), k=40)
+    expected = running_by_step(responses, slots)
+    found = [int(running) for num, running in occupied(responses, slots) for _ in range(int(num))]
+    assert found == expected
+    assert sum(expected) == sum(responses)
+
+
+@pytest.mark.parametrize("machine", [gpu(), cpu()], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("slots", [5, 64])
+def test_decode_is_the_sum_over_its_steps(machine: object, slots: int) -> None:
+    engine = Engine(model(machine=machine, sequence_parallel=False), 4096)
+    responses = random.Random(slots).choices(range(1, 200), k=64)
+    expected = sum(engine.step(running).seconds for running in running_by_step(responses, slots))
+    assert engine.decode(grouped(occupied(responses, slots))).seconds == pytest.approx(expected, rel=0.01)
+    few = [20] * 3 + [30] * 2  # so many that no steps are grouped
+    exact = sum(engine.step(running).seconds for running in running_by_step(few, slots))
+    assert engine.decode(grouped(occupied(few, slots))).seconds == pytest.approx(exact, rel=1e-9)
+
+
+def test_groups_keep_all_tokens() -> None:
+    responses = random.Random(1).choices(range(1, 500), k=300)
+    steps = occupied(responses, 128)
+    found = grouped(steps)
+    assert len(found) <= GROUPS
+    assert sum(it.num_steps * it.running for it in found) == pytest.approx(sum(responses))
+    assert sum(it.num_steps for it in found) == sum(it.num_steps for it in steps)
+
+
+def test_decode_ends_with_the_longest_of_all_engines() -> None:
+    lengths = Lengths.log_normal(10, 100, 0.8, 4000)
+    for total in (64, 1024):
+        steps = schedule(lengths, 64, 256, total)
+        assert sum(it.num_steps for it in steps) == pytest.approx(lengths.longest(total), rel=0.05)
+    fixed = schedule(Lengths.fixed(10, 100), 5000, 50, 5000)
+    assert sum(it.num_steps for it in fixed) == pytest.approx(100 * 100, rel=0.03)
+    assert sum(it.num_steps * it.running for it in fixed) == pytest.approx(5000 * 100, rel=0.03)
+
+
+def test_the_kv_cache_is_read_token_by_token() -> None:
+    machine = gpu(device__attention={"bfloat16": {"flops": 1e30}})
+    engine = Engine(model(machine=machine), 4096)
+    prompt, response = 40, 56
+    tokens = sum(prompt + drawn for drawn in range(1, response + 1))
+    nbytes = 2 * 2 * SHAPE.num_query_groups * SHAPE.head_dim * SHAPE.num_layers
+    assert engine.cached(3, Lengths.fixed(prompt, response)).seconds == pytest.approx(3 * tokens * nbytes / 3e12)
+
+
+def test_a_prompt_of_a_group_is_prefilled_once() -> None:
+    engine, lengths = Engine(model(machine=gpu()), 256), Lengths.fixed(64, 1)
+    each, shared = (engine.prefill(prompts, lengths).seconds for prompts in (64, 16))
+    assert each == pytest.approx(4 * shared)
+    assert engine.generate(Work(0, 0, 8, 8), lengths).seconds == 0.0
+
+
+def test_an_engine_that_never_stops_has_no_tail() -> None:
+    engine, lengths = Engine(model(machine=gpu()), 4096), Lengths.log_normal(10, 100, 1.0, 4000)
+    work = Work(64, 64, 64, 64)
+    assert engine.steadily(work, lengths, 64).seconds < 0.5 * engine.generate(work, lengths).seconds
