@@ -2,7 +2,7 @@
 
 tools/published_steps.yaml has the figures, their sources, and what is assumed where a configuration is not published
 in full. Each row becomes a job of hpcrl with the same model, samples, layouts and lengths, whose phases
-`hpcrl.forecast.time.step.predict` predicts for a machine of configs/machines. It takes a few seconds on one core, without
+`hpcrl.forecast.time.step.predict` predicts for a machine of configs/machines. It takes seconds on one core, without
 a GPU, MPI or a network.
 """
 

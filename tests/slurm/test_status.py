@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from hpcrl.runtime import run_owner
-from hpcrl.slurm.request import Link
-from hpcrl.slurm.request import write as write_chain
+from hpcrl.slurm.request import Link, write_chain
 
 ROOT = Path(__file__).parents[2]
 LOG = "2026-03-01 12:{minute:02d}:00,123 {level} {name}: {text}\n"
