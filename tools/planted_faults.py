@@ -114,8 +114,8 @@ FAULTS = [
         "gap-layouts",
         "rollout and training log-probs for every pair of layouts",
         "kernels/vocabulary.py",
-        "            dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)\n        x = (x",
-        "            pass\n        x = (x",
+        "            dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)\n        x = self._scaled(x",
+        "            pass\n        x = self._scaled(x",
         4,
         "tests/mpi/test_log_prob_gap.py::test_every_pair_of_layouts_stays_below_the_bound",
     ),
@@ -169,11 +169,11 @@ FAULTS = [
     Fault(
         "refit-checksum",
         "a corrupted byte is found: every bit counts",
-        "engine/refit/verification.py",
+        "kernels/checksum.py",
         "return (x ^ _shifted(x, 31)) | 1",
         "return x ^ _shifted(x, 31)",
         0,
-        "tests/engine/refit/test_checksum.py",
+        "tests/kernels/test_checksum.py",
     ),
     Fault(
         "refit-corrupted",
@@ -216,8 +216,8 @@ FAULTS = [
         "engine-shared-prompts",
         "shared prompts do not change what is drawn",
         "rollout/engines/native/generate_call.py",
-        "pool.blocks_of(source)[: len(blocks)], blocks)",
-        "pool.blocks_of(source)[: len(blocks) - 1], blocks[:-1])",
+        "copy_row(source, row, sequence.num_to_cache)",
+        "copy_row(source, row, sequence.num_to_cache - 1)",
         0,
         "tests/rollout/test_native_scheduling.py::test_a_prompt_is_prefilled_once_for_its_group",
     ),
@@ -402,8 +402,8 @@ FAULTS = [
         "scorer-loops",
         "a scorer that loops costs one sample and is counted",
         "sandbox/process_pool.py",
-        'self._end(worker, "timeouts", f"longer',
-        'self._end(worker, "crashes", f"longer',
+        'self._end(worker, "timeouts", self._why_late',
+        'self._end(worker, "crashes", self._why_late',
         0,
         "tests/rewards/test_hostile_scorers.py",
     ),
@@ -768,9 +768,14 @@ def main() -> None:
 
 
 def check_place(fault: Fault) -> None:
-    times = (ROOT / "hpcrl" / fault.file).read_text(encoding="utf-8").count(fault.old) if fault.old else 0
+    place = ROOT / "hpcrl" / fault.file
+    times = place.read_text(encoding="utf-8").count(fault.old) if fault.old and place.is_file() else 0
     if times != 1:
         sys.exit(f"planted_faults.py: {fault.name}: its text is {times} times in hpcrl/{fault.file}; expected once")
+    for argument in shlex.split(fault.tests):
+        file = argument.partition("::")[0]
+        if file.startswith("tests/") and not (ROOT / file).exists():
+            sys.exit(f"planted_faults.py: {fault.name}: there is no {file}")
 
 
 def copied(copy: Path) -> Path:

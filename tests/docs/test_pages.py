@@ -5,18 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from hpcrl.config.schema import Config, Section
-from tests.docs.pages import IDS, PAGES, ROOT, blocks_of, expand
+from tests.docs.pages import IDS, PAGES, ROOT, blocks_of
 
-TOP = "hpcrl|kernels|slurm|configs|tests|tools|docs|\\.ci"
-PATH = re.compile(rf"(?<![\w/.~-])(?:{TOP})/[\w./*{{}},-]*")
-MODULE = re.compile(r"(?<![\w/.-])hpcrl(?:\.[a-z_]\w*)+", re.I)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 KEY = re.compile(rf"(?<![\w./<-])(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+(?![\w(*{{])")
 METHODS = {
@@ -24,7 +20,6 @@ METHODS = {
     for path in (ROOT / "hpcrl" / "workers").glob("*.py")
     for name in re.findall(r"^    def ([a-z]\w*)\(", path.read_text(encoding="utf-8"), re.M)
 }
-LATER = ("docs/examples/", "docs/extending/")
 
 
 def test_the_readme_is_short() -> None:
@@ -42,19 +37,6 @@ def test_the_config_reference_is_the_schema() -> None:
     tool = str(ROOT / "tools" / "config_reference.py")
     done = subprocess.run([sys.executable, tool, "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_paths_exist(page: Path) -> None:
-    missing = [path for path in sorted(set(paths_in(page.read_text(encoding="utf-8")))) if not exists(path)]
-    assert not missing, f"{page.name} names files that do not exist"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_modules_exist(page: Path) -> None:
-    names = set(MODULE.findall(page.read_text(encoding="utf-8")))
-    missing = [name for name in sorted(names) if not is_defined(name)]
-    assert not missing, f"{page.name} names modules or names in them that do not exist"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -85,36 +67,6 @@ def test_links_of_the_readme_exist() -> None:
     links = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
-
-
-def paths_in(text: str) -> Iterator[str]:
-    """Paths of this repository: `configs/*_cpu.yaml`, `tests/{model,engine}`; upper-case words stand for any name."""
-    for found in PATH.findall(text):
-        for each in expand(found.rstrip(".,{")):
-            path = re.sub(r"\b[A-Z]{2,}(?=_|/|\b)(?!\.md)", "*", each).rstrip(".,")
-            if not path.startswith(LATER):
-                yield path
-
-
-def exists(path: str) -> bool:
-    return any(ROOT.glob(path.rstrip("/"))) if "*" in path else (ROOT / path).exists()
-
-
-def is_defined(name: str) -> bool:
-    """Whether a dotted name is a module, or a name that its module defines or imports."""
-    folder, *parts = name.split(".")
-    path = ROOT / folder
-    for index, part in enumerate(parts):
-        if part == "kernels" and index == 0:
-            path = ROOT / "kernels"
-        elif (path / part).is_dir():
-            path = path / part
-        elif (path / f"{part}.py").is_file():
-            path = path / f"{part}.py"
-        else:
-            file = path if path.is_file() else path / "__init__.py"
-            return file.is_file() and re.search(rf"\b{part}\b", file.read_text(encoding="utf-8")) is not None
-    return True
 
 
 def is_key(parts: list[str], section: type[Section] = Config) -> bool:

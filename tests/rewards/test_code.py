@@ -1,4 +1,4 @@
-"""Programs of every ill will score as they deserve; whatever they do stays in the sandbox (test_sandbox.py)."""
+"""Programs of every ill will score as they deserve; whatever they do stays in the sandbox (tests/sandbox)."""
 
 from __future__ import annotations
 

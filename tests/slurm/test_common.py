@@ -194,7 +194,7 @@ def test_a_planned_stop_is_requeued(site: Site) -> None:
 
 @pytest.mark.parametrize(("srun", "said", "code"), [(85, 85, 85), (137, 130, 130), (137, None, 137)])
 def test_ctrl_c_ends_the_script_without_another_slice(site: Site, srun: int, said: int | None, code: int) -> None:
-    """Of `bash slurm/x.sbatch` in an allocation of salloc: the terminal interrupts the script as well as srun."""
+    """Of `bash slurm/NAME.sbatch` in an allocation of salloc: the terminal interrupts the script as well as srun."""
     site.srun(srun, said)
     site.command("srun", f"kill -INT $PPID\n{(site.bin / 'srun').read_text()}")
     ended = site.slice()

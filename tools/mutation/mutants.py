@@ -12,10 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PACKAGES = (
-    *("algorithms", "batch", "checkpoint", "config", "controller", "data", "engine", "reshard"),
-    "rollout/engines/native",
-)
+PACKAGES = ("algorithms", "batch", "config", "controller", "data", "engine", "rollout/engines/native")
 LEAST = 3  # mutants of each package, where it has as many
 END = 10**9  # after the last line of every file
 LOGGERS = {"log", "_log", "logger", "_logger", "logging", "warnings"}
