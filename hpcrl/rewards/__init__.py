@@ -1,2 +1,2 @@
-"""Scores of responses: the manager, its processes, the rule of each data source, and the questions to a judge. No
+"""Scores of responses: the manager, its processes, which scorer each data source has, and the questions to a judge. No
 prompts and no engine."""

@@ -1,2 +1,2 @@
 """The life-cycle that every job gets: start, time budget, saves, validation, metrics, replay. No algorithm; loops are
-in `hpcrl.jobs`."""
+in `hpcrl.jobs`, and ranks with their signals and hangs in `hpcrl.runtime`."""

@@ -1,2 +1,2 @@
-"""What is not trusted: processes for code of models and users, files and text of others, and files beside other users'.
-Standard library only, because children import it."""
+"""What is not trusted: processes for code of models and users, files and text of others, and new files where other
+users may write. Standard library only, because children import it."""

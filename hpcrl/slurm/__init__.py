@@ -1,1 +1,2 @@
-"""Batch jobs: `hpcrl submit`, site files, bundles, chains, and `hpcrl status`. Login nodes only; no rank imports it."""
+"""Batch jobs: `hpcrl submit`, site files (partition, modules, environment variables), bundles, chains, and `hpcrl
+status`. Login nodes only; no rank imports it."""

@@ -1,1 +1,2 @@
-"""Seconds of each phase of a step on a machine, their calibration, and the search for the fastest layout. No torch."""
+"""Seconds of each phase of a step on a machine, calibration by the recorded steps of runs, and the search for the
+fastest layout. No torch."""

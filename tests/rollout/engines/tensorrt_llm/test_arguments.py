@@ -13,8 +13,7 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.tensorrt_llm import signatures
-from hpcrl.rollout.engines.tensorrt_llm.arguments import check_architecture, engine_arguments
-from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
+from hpcrl.rollout.engines.tensorrt_llm.arguments import check_architecture, engine_arguments, kv_bytes_per_token
 from hpcrl.runtime.exits import InputError
 
 SHAPE = ModelShape(2, 64, 160, 8, 4, 8, 500)
