@@ -113,7 +113,6 @@ MODULES = {
     "sandbox.process_identity": "sandbox.process_tree",
     "sandbox.temporary_files": "sandbox.new_files",
     "sandbox.time_budget": "sandbox.process_pool",
-    "sandbox.visible_files": "sandbox.isolation",
     "slurm.chain": "slurm.request",
     "slurm.overview": "slurm.status",
     "telemetry.agreement": "observe.read.agreement",
