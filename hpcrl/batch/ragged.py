@@ -119,7 +119,7 @@ class Ragged:
     """N rows of one dtype, end to end; row i is `values[offsets[i] : offsets[i + 1]]`.
 
     values: (sum of lengths,), usually float32, int32 or int16. offsets: int64 (N + 1,), from 0 upwards.
-    `padded` returns a tensor on the CPU; `hpcrl.batch.tensors` has the columns of a micro-batch on a GPU.
+    `padded` returns a tensor on the CPU; `TensorColumn` is a column on a GPU.
     """
 
     values: np.ndarray

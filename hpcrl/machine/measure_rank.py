@@ -64,7 +64,7 @@ class DeviceFigures:
     host_copy: float
 
 
-def best(rounds: Sequence[DeviceFigures]) -> DeviceFigures:
+def best_figures(rounds: Sequence[DeviceFigures]) -> DeviceFigures:
     """Of each figure the best one: what else runs on the hardware, such as another virtual machine on the other thread
     of a core, only takes time."""
 
