@@ -226,7 +226,7 @@ def plan(arguments: list[str]) -> NoReturn:
         command.Extension("machine", add_arguments, table.lines_of, own=("timeline",)),
         (
             command.Replacement("search", searches, search_command.describe),
-            command.Replacement("calibrate", calibrates, calibrate.describe),
+            command.Replacement("calibrate", calibrates, calibrate.calibration_lines),
         ),
     )
 
@@ -264,7 +264,7 @@ def check_job(config: str | None, overrides: list[str], machine: str | None, rou
     if machine:
         from hpcrl.machine import machine_file
 
-        save_machine = partial(machine_file.save, machine)
+        save_machine = partial(machine_file.save_machine, machine)
 
     def job() -> tuple[str, str]:
         if machine:
@@ -316,7 +316,7 @@ def samples(arguments: list[str]) -> NoReturn:
 def report(arguments: list[str]) -> NoReturn:
     from hpcrl.observe.report import page
 
-    page.main(arguments)
+    page.report_main(arguments)
 
 
 def trace(arguments: list[str]) -> NoReturn:

@@ -1,15 +1,18 @@
 """Names of modules before the folders were redrawn, in November 2026: an old name raises ImportError with the new one.
 
-Those that users' files and commands name still work. `import hpcrl` imports this module.
+Those that users' files and commands name still work. `import hpcrl` imports this module, also in programs under test,
+so it imports nothing that Python has not loaded yet.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib import import_module, util
-from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import CodeType, ModuleType
 
 # below hpcrl: old folder -> where most of its modules are, and old module -> new module for the others
 FOLDERS = {
@@ -74,6 +77,7 @@ MODULES = {
     "plan.disk": "forecast.memory.state",
     "plan.dry_run": "forecast.dry_run",
     "plan.tower": "forecast.memory.generation",
+    "predict.bound": "forecast.time.phases",
     "predict.calibrate_command": "forecast.time.calibrate",
     "predict.experts": "forecast.time.layers",
     "predict.gantt": "forecast.time.table",
@@ -113,7 +117,6 @@ MODULES = {
     "sandbox.process_identity": "sandbox.process_tree",
     "sandbox.temporary_files": "sandbox.new_files",
     "sandbox.time_budget": "sandbox.process_pool",
-    "sandbox.visible_files": "sandbox.isolation",
     "slurm.chain": "slurm.request",
     "slurm.overview": "slurm.status",
     "telemetry.agreement": "observe.read.agreement",
@@ -153,11 +156,16 @@ class OldNames:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Raises ImportError for a module that has moved."""
-        inside = fullname.partition(".")[2]
-        if inside in FOLDERS and fullname.startswith(f"{__package__}."):
+        package, _, inside = fullname.partition(".")
+        if package != __package__:
+            return None
+        from importlib.machinery import ModuleSpec
+        from importlib.util import find_spec
+
+        if inside in FOLDERS:
             return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
         new = new_name(fullname)
-        if new is None:
+        if new is None or find_spec(new) is None:
             return None
         if inside not in KEPT:
             raise ImportError(f"{fullname} is now {new}", name=fullname)
@@ -168,13 +176,17 @@ class OldNames:
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the new module in the place of an old one. An old folder stays empty: its modules are asked for."""
+        from importlib import import_module
+
         new = new_name(module.__name__)
         if new is not None:
             sys.modules[module.__name__] = import_module(new)
 
     def get_code(self, fullname: str) -> CodeType | None:
         """The code of the new module, for `python -m`."""
-        spec = util.find_spec(new_name(fullname) or fullname)
+        from importlib.util import find_spec
+
+        spec = find_spec(new_name(fullname) or fullname)
         return spec.loader.get_code(spec.name) if spec is not None else None  # type: ignore[union-attr]
 
 

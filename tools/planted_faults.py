@@ -474,7 +474,7 @@ FAULTS = [
     Fault(
         "sandbox-files",
         "of a project that is a virtual environment programs see only Python",
-        "sandbox/isolation.py",
+        "sandbox/visible_files.py",
         'f"{sys.prefix}/pyvenv.cfg"',
         "sys.prefix",
         0,

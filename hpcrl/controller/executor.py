@@ -1,5 +1,7 @@
 """What every rank does with a command: send the rows that others need, gather its own, run the method, report.
 
+`Wire` sends and receives the messages: commands, results and rows of columns.
+
 A rank runs its commands one after the other, in the order in which they arrive, with one exception: a long method may
 call `Executor.poll`, and then commands that wait for no other rank run inside it. Sends do not block, and their objects
 are kept until they are out; receives wait with back-off.

@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SECONDS = 10.0  # of the CPU, for one conversation
+TEMPLATE_SECONDS = 10.0  # of the CPU, for one conversation
 # Bytes of its own that the process may grow by meanwhile, in all threads: more than one takes at once. What devices map
 # does not count (RLIMIT_DATA).
-MEMORY = 4 << 30
+TEMPLATE_MEMORY = 4 << 30
 MOST_CHARACTERS = 1 << 26  # of the text of one conversation
 _POLL = 0.25  # seconds
 _IDLE = 40  # polls without a rendering after which the thread that watches ends
 _FRESH = 0.01  # seconds for which the measured size of the process counts
 
-_lock = threading.Lock()
-_running: dict[int, int] = {}  # thread -> number of its rendering
+_renderings_lock = threading.Lock()
+_renderings: dict[int, int] = {}  # thread -> number of its rendering
 _numbers = itertools.count()
 _is_watched = False
-_ceiling, _measured = 0, float("-inf")  # bytes that are allowed, and when they were computed
-_usual = resource.getrlimit(resource.RLIMIT_DATA)
+_limit, _measured = 0, float("-inf")  # bytes that are allowed, and when they were computed
+_usual = resource.getrlimit(resource.RLIMIT_DATA)  # while no template is rendered
 
 
 class TemplateLimit(Exception):
     """A chat template that takes too long, or too much memory."""
 
     def __init__(self, why: str | None = None) -> None:  # None: raised by `_interrupt`
-        super().__init__(why or f"it needs more than {SECONDS:g} s")
+        super().__init__(why or f"it needs more than {TEMPLATE_SECONDS:g} s")
 
 
 def within_limits(template: str | Mapping[str, str] | None, render: Callable[[], T]) -> T:
@@ -65,7 +65,7 @@ def within_limits(template: str | Mapping[str, str] | None, render: Callable[[],
     try:
         found = render()
     except MemoryError:
-        raise TemplateLimit(f"it needs more than {MEMORY >> 30} GiB of memory") from None
+        raise TemplateLimit(f"it needs more than {TEMPLATE_MEMORY >> 30} GiB of memory") from None
     finally:
         try:
             _leave(thread)
@@ -87,27 +87,28 @@ def _has_power(text: str) -> bool:
 
 
 def _enter(thread: int) -> None:
-    global _is_watched, _ceiling, _measured, _usual
-    with _lock:
+    global _is_watched, _limit, _measured, _usual
+    with _renderings_lock:
         if not _is_watched:
             threading.Thread(target=_watch, name="templates", daemon=True).start()
             _is_watched = True
-        if not _running:
+        if not _renderings:
             if (now := time.monotonic()) - _measured > _FRESH:
-                _ceiling, _measured, _usual = _size() + MEMORY, now, resource.getrlimit(resource.RLIMIT_DATA)
-            if _usual[0] == resource.RLIM_INFINITY or _usual[0] > _ceiling:
-                resource.setrlimit(resource.RLIMIT_DATA, (_ceiling, _usual[1]))
-        _running[thread] = next(_numbers)
+                _limit, _measured = _data_bytes() + TEMPLATE_MEMORY, now
+                _usual = resource.getrlimit(resource.RLIMIT_DATA)
+            if _usual[0] == resource.RLIM_INFINITY or _usual[0] > _limit:
+                resource.setrlimit(resource.RLIMIT_DATA, (_limit, _usual[1]))
+        _renderings[thread] = next(_numbers)
 
 
 def _leave(thread: int) -> None:
-    with _lock:
-        _running.pop(thread, None)
-        if not _running:
+    with _renderings_lock:
+        _renderings.pop(thread, None)
+        if not _renderings:
             resource.setrlimit(resource.RLIMIT_DATA, _usual)
 
 
-def _size() -> int:
+def _data_bytes() -> int:
     """Bytes of this process's memory to which RLIMIT_DATA applies."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read(128).split()[5]) * os.sysconf("SC_PAGE_SIZE")
@@ -120,18 +121,18 @@ def _watch() -> None:
     last, idle = -1, 0
     while True:
         time.sleep(_POLL)
-        with _lock:
-            newest = max(_running.values(), default=last)
-            idle = 0 if _running or newest != last else idle + 1
+        with _renderings_lock:
+            newest = max(_renderings.values(), default=last)
+            idle = 0 if _renderings or newest != last else idle + 1
             last = newest
             if idle > _IDLE:
                 _is_watched = False
                 return
-            for thread, number in _running.items():
+            for thread, number in _renderings.items():
                 used = time.clock_gettime(time.pthread_getcpuclockid(thread))
                 if seen.get(thread, (-1, 0.0))[0] != number:
                     seen[thread] = number, used
-                elif used - seen[thread][1] > SECONDS:
+                elif used - seen[thread][1] > TEMPLATE_SECONDS:
                     _interrupt(thread)
 
 

@@ -161,9 +161,9 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-FPS = 2.0  # of qwen_vl_utils and transformers, for frames without one
-MIN_TOKENS, MAX_TOKENS = 128, 768  # of a group of frames, in qwen_vl_utils
-TOTAL_TOKENS = 0.9 * 128_000  # of a video, in qwen_vl_utils
+VIDEO_FPS = 2.0  # of qwen_vl_utils and transformers, for frames without one
+MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768  # of a group of frames, in qwen_vl_utils
+VIDEO_TOKENS = 0.9 * 128_000  # of a video, in qwen_vl_utils
 
 
 class Video(NamedTuple):
@@ -185,7 +185,7 @@ def video_of(value: Any) -> Video:
             f"found {found}; expected a list of frames, or a mapping with one in 'video' and their rate in 'fps': "
             "extract the frames of video files first"
         )
-    fps = next((options[key] for key in ("fps", "sample_fps") if options.get(key) is not None), FPS)
+    fps = next((options[key] for key in ("fps", "sample_fps") if options.get(key) is not None), VIDEO_FPS)
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
         raise BadImage(f"found fps={fps!r}; expected frames per second, above 0")
     return Video(frames, float(fps), *limits_of(options))
@@ -194,7 +194,7 @@ def video_of(value: Any) -> Video:
 def frame_limits(video: Video, factor: int, num_frames: int) -> tuple[int, int]:
     """Return pixels of a resized frame, at least and at most, as in qwen_vl_utils. factor: a token's side in pixels.
     num_frames: of a patch in time."""
-    low = video.min_pixels or MIN_TOKENS * factor**2
-    share = TOTAL_TOKENS * factor**2 / (-(-len(video.frames) // num_frames) * num_frames) * num_frames
-    high = int(max(min(MAX_TOKENS * factor**2, share), int(low * 1.05)))
+    low = video.min_pixels or MIN_FRAME_TOKENS * factor**2
+    share = VIDEO_TOKENS * factor**2 / (-(-len(video.frames) // num_frames) * num_frames) * num_frames
+    high = int(max(min(MAX_FRAME_TOKENS * factor**2, share), int(low * 1.05)))
     return low, max(low, min(high, video.max_pixels or high))

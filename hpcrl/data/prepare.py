@@ -21,7 +21,7 @@ from hpcrl.data.duplicates import (
     find_duplicates,
     prompt_text,
 )
-from hpcrl.data.source import Dropped, FileSource, Source, SyntheticSource, find_files, read_rows, sha256, summary
+from hpcrl.data.source import Dropped, FileSource, Source, SyntheticSource, files_summary, find_files, read_rows, sha256
 from hpcrl.data.split import RowCollector, Split, hold_out
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import writable
@@ -68,10 +68,10 @@ def prepare_files(
     if val_files and val_rows is not None:
         raise InputError(f"--val-rows {val_rows}: {val_files[0]} has the validation rows of {name}; leave it out")
     train = convert_files(source, "train", train_files, seed)
-    inputs = {"train": summary(train_files, folder)}
+    inputs = {"train": files_summary(train_files, folder)}
     if val_files:
         val = convert_files(source, "val", val_files, seed)
-        inputs["val"] = summary(val_files, folder)
+        inputs["val"] = files_summary(val_files, folder)
     else:
         wanted = min(max(len(train) // HELD_OUT_SHARE, 1), MAX_HELD_OUT) if val_rows is None else val_rows
         train, val = hold_out(train, wanted)

@@ -169,7 +169,7 @@ def find_files(
     if not folder.is_dir():
         found = "a file" if folder.exists() else "no such folder"
         raise InputError(f"--from {folder}: {found}; expected a folder with the files of {name}")
-    pairs = [(below(folder, train, without), below(folder, val, without)) for train, val in patterns]
+    pairs = [(files_below(folder, train, without), files_below(folder, val, without)) for train, val in patterns]
     for train, val in sorted(pairs, key=lambda pair: not pair[1]):
         if train:
             return train, val
@@ -177,7 +177,7 @@ def find_files(
     raise InputError(f"--from {folder}: no files of {name}; looked below it for {looked_for}")
 
 
-def below(folder: Path, pattern: str, without: Path) -> list[Path]:
+def files_below(folder: Path, pattern: str, without: Path) -> list[Path]:
     without = without.resolve()
     paths = (path for path in folder.rglob(pattern) if path.is_file())
     return sorted(path for path in paths if without not in path.resolve().parents)
@@ -216,7 +216,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def summary(paths: Sequence[Path], folder: Path) -> dict[str, Any]:
+def files_summary(paths: Sequence[Path], folder: Path) -> dict[str, Any]:
     """Names below `folder`, bytes, and the SHA-256 of a file; of several, that of the lines that sha256sum prints."""
     names = [path.relative_to(folder).as_posix() for path in paths]
     hashes = [sha256(path) for path in paths]

@@ -161,7 +161,7 @@ def renamed(table: pyarrow.Table, split: str) -> pyarrow.Table:
     return pyarrow.Table.from_pylist(rows, schema=table.schema)
 
 
-NEEDED = ("uid", "response", "score")
+SAMPLE_KEYS = ("uid", "response", "score")
 
 
 def best_and_worst(samples: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
@@ -185,7 +185,7 @@ def best_and_worst(samples: Iterable[dict[str, Any]]) -> dict[str, tuple[str, st
 def read_samples(path: str) -> Iterable[dict[str, Any]]:
     """The lines that `hpcrl generate` wrote."""
     for number, sample in read_jsonl(path):
-        missing = [name for name in NEEDED if name not in sample]
+        missing = [name for name in SAMPLE_KEYS if name not in sample]
         if missing:
             raise InputError(
                 f"{path}:{number}: no {', '.join(missing)}; expected scored samples of `hpcrl generate`; "

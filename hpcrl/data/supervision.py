@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hpcrl.data.media import Located, MediaItem
     from hpcrl.runtime.world import World
 
+log = logging.getLogger(__name__)
+
 
 class SftDataset:
     """Sequences of several files, end to end: conversations of files with the column `messages_key`, prompts with the
@@ -134,8 +136,6 @@ OPEN, CLOSE = "\u27e6", "\u27e7"  # around trained text; in the text itself they
 STYLES = {True: "black on green", False: "dim"}
 MOST_CHARACTERS = 1000  # of a stretch of text that are shown
 MOST_STRETCHES = 40
-
-log = logging.getLogger(__name__)
 
 
 class Supervised(NamedTuple):

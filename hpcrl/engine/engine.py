@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.algorithms.metrics import Metric, merge
-from hpcrl.batch.data_proto import TensorBatch
+from hpcrl.batch.data_proto import DataProto, TensorBatch
 from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.data_parallel import DataParallelChunks, Overlap, sums_weight_gradients
 from hpcrl.engine.microbatch import MicroBatch, column_of, make_micro_batches, needed_count, recorded_experts
@@ -36,7 +36,7 @@ from hpcrl.model.blocks.transformer_engine import FP8_ROWS
 from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf_directory import Safetensors
 from hpcrl.model.params import SCALAR_HEADS, Head
-from hpcrl.model.shape import Lora
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import MegatronRanges, annotated
 from hpcrl.runtime.layout import ROW_MULTIPLE
@@ -45,10 +45,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
 
 if TYPE_CHECKING:
-    from hpcrl.batch.data_proto import DataProto
     from hpcrl.config.roles import Part
     from hpcrl.config.schema import DdpConfig, MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
-    from hpcrl.model.shape import ModelShape
     from hpcrl.runtime.groups import RoleGroups
 
 

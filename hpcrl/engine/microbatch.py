@@ -21,7 +21,7 @@ from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged, moved, padded_places
 from hpcrl.model.blocks.rope import rope_positions
 from hpcrl.model.blocks.router import NOT_RECORDED, Routing
-from hpcrl.model.gpt import PackedTokens, pack, places, tokens_of
+from hpcrl.model.gpt import PackedTokens, gathered_places, pack, tokens_of_rank
 from hpcrl.model.tower import PackedPictures, Pixels
 from hpcrl.runtime.exits import InputError
 
@@ -88,14 +88,14 @@ def make_routing(
     sequences[:total] = torch.repeat_interleave(lengths)
     if experts is not None:
         width = len(shape.moe_layers) * shape.moe_topk
-        _check(experts, lengths * width, shape.num_experts)
+        _check_experts(experts, lengths * width, shape.num_experts)
         replayed = torch.full((size, width), NOT_RECORDED, dtype=torch.int16)
         replayed[:total] = torch.from_numpy(experts.values).view(total, width)
         replayed = replayed[local_tokens].unflatten(1, (-1, shape.moe_topk))
     return Routing(sequences[local_tokens], lengths, shape.moe_layers, replayed)
 
 
-def _check(experts: Ragged, lengths: Tensor, num_experts: int) -> None:
+def _check_experts(experts: Ragged, lengths: Tensor, num_experts: int) -> None:
     """Validate recordings, which may come from a file."""
     if not np.array_equal(experts.lengths, lengths.numpy()):
         raise InputError(
@@ -126,7 +126,7 @@ def recorded_experts(micro: MicroBatch, shape: ModelShape, groups: RoleGroups) -
     found = gather_from_sequence_parallel_region(found, group=groups.tp)
     if layout.cp > 1:
         found = gather_from_sequence_parallel_region(found, group=groups.pgc.cp)
-        found = found[places(len(found), layout.cp).to(found.device)]
+        found = found[gathered_places(len(found), layout.cp).to(found.device)]
     tokens = found[: int(routing.lengths.sum())].flatten().to("cpu", torch.int16)
     return Ragged.from_lengths(tokens.numpy(), routing.lengths.cpu().numpy() * found[0].numel())
 
@@ -258,7 +258,7 @@ def make_micro_batches(
             **in_tokens,
         )
         if shape.num_experts:
-            local_tokens = tokens_of(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
+            local_tokens = tokens_of_rank(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
             is_replayed = "routed_experts" in batch.tokens and len(rows) > 0
             experts = batch.fetch("routed_experts").take(rows) if is_replayed else None
             packed.routing = make_routing(lengths[: len(rows)], size, local_tokens, shape, experts)
@@ -311,7 +311,7 @@ def _output_tokens(batch: DataProto, rows: np.ndarray, outputs_at: OutputRows) -
 
 def _shared(output_rows: Tensor, size: int, cp_rank: int, cp_size: int) -> tuple[Tensor, OutputGather]:
     """Return this rank's output rows, and where all outputs are."""
-    place, here = places(size, cp_size)[output_rows], size // cp_size
+    place, here = gathered_places(size, cp_size)[output_rows], size // cp_size
     owners = place // here
     counts = torch.bincount(owners, minlength=cp_size)
     most = int(counts.max())

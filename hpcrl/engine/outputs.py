@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.batch.ragged import to_device
+from hpcrl.batch.ragged import Ragged, to_device
 from hpcrl.engine.microbatch import MicroBatch, OutputGather
 from hpcrl.kernels.linear_log_prob import HeadOutputs, linear_log_probs
 from hpcrl.kernels.vocabulary import SplitSoftmax, vocab_parallel_topk_ids
@@ -23,7 +23,6 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from hpcrl.batch.ragged import Ragged
     from hpcrl.model.gpt import PackedGPT
 
 

@@ -20,7 +20,7 @@ from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.answers import AnswerDataset, LabelledDataset
 from hpcrl.data.supervision import Supervised
-from hpcrl.run.pairs import FILE, PairsConfig, PairsJob, RefLogps, check_loss, key_of
+from hpcrl.run.pairs import REF_LOGPS_FILE, PairsConfig, PairsJob, RefLogps, check_loss, ref_logps_key
 from hpcrl.run.rollouts.durable_rollouts import origin_of
 from hpcrl.runtime.exits import InputError
 
@@ -100,11 +100,13 @@ class Preference(PairsJob):
         datasets, config, init_from = self.inputs.pairs, self.config, run.start.init_from
         shape, drawn = self.inputs.shape, (self.inputs.shape, config.run.seed)
         ids = [shape.softmax_size] if shape.softmax_size < shape.vocab_size else []
-        key = key_of(datasets, config.model.dtype, origin_of(init_from) if init_from is not None else drawn, *ids)
+        key = ref_logps_key(
+            datasets, config.model.dtype, origin_of(init_from) if init_from is not None else drawn, *ids
+        )
         sizes = {split: len(dataset) for split, dataset in datasets.items()}
         if "val" in sizes:
             sizes["val"] = min(sizes["val"], self.own.eval_samples)
-        self.ref_logps = RefLogps(run.folder / FILE, key, sizes)
+        self.ref_logps = RefLogps(run.folder / REF_LOGPS_FILE, key, sizes)
         missing = self.ref_logps.num_missing
         if missing and run.step > 0 and config.model.lora_rank == 0:
             raise InputError(

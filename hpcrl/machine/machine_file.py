@@ -141,7 +141,7 @@ def check_target(path: str, option: str = "--machine") -> None:
         raise ConfigError(f"{option}: {target.parent} cannot be written to: {error.strerror}") from None
 
 
-def save(path: str, figures: Mapping[str, Any]) -> str:
+def save_machine(path: str, figures: Mapping[str, Any]) -> str:
     """Write the machine file of measured figures, and return its name. An existing file is replaced atomically.
 
     Raises ConfigError, one line, if the figures are no machine, or if the file cannot be written.

@@ -21,7 +21,7 @@ import torch
 from hpcrl.machine.machine_file import crowding, ring_bandwidth, shared_cores
 from hpcrl.machine.measure_rank import (
     DeviceFigures,
-    best,
+    best_figures,
     bus_bandwidths,
     contention,
     measure_device,
@@ -59,7 +59,7 @@ def measure(
         firsts.append(_first_ranks(world, nodes))
         rates.append(_rates(world, local))
         waits.append(contention(world, local) if on_cpu else 0.0)
-    single = [best(its) for its in zip(*firsts, strict=True)]
+    single = [best_figures(its) for its in zip(*firsts, strict=True)]
     device = _device(world, single)
     for line in _device_lines(device):
         show(line)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpcrl.runtime.world import World
 
 DTYPES = (torch.float32, torch.bfloat16)
-LARGEST = 0.25  # seconds that one call may take; products and sequences grow up to it
+LONGEST_CALL = 0.25  # seconds that one call may take; products and sequences grow up to it
 REPEATS, REPEAT_SECONDS = 5, 0.2  # of a call, whichever ends first, but at least 3 calls
 SMALL_CALLS = 500  # of an operator in a CUDA graph
 SMALL_WIDTH, SMALL_TOKENS, SMALL_LAYERS = 64, 8, 20  # of layers that take nearly no time but the host's
@@ -64,7 +64,7 @@ class DeviceFigures:
     host_copy: float
 
 
-def best(rounds: Sequence[DeviceFigures]) -> DeviceFigures:
+def best_figures(rounds: Sequence[DeviceFigures]) -> DeviceFigures:
     """Of each figure the best one: what else runs on the hardware, such as another virtual machine on the other thread
     of a core, only takes time."""
 
@@ -219,14 +219,14 @@ def growing(
     cost: Callable[[int], float],
     device: torch.device,
 ) -> tuple[list[int], list[float]]:
-    """Seconds of `make(size)()`, for growing sizes until a call is expected to take longer than `LARGEST`.
+    """Seconds of `make(size)()`, for growing sizes until a call is expected to take longer than `LONGEST_CALL`.
 
     cost: work of a size in any unit, from which the time of the next size is expected.
     """
     measured: list[int] = []
     seconds: list[float] = []
     for size in sizes:
-        if measured and seconds[-1] * cost(size) / cost(measured[-1]) > LARGEST:
+        if measured and seconds[-1] * cost(size) / cost(measured[-1]) > LONGEST_CALL:
             break
         measured.append(size)
         seconds.append(median_seconds(make(size), device))
@@ -268,7 +268,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 MESSAGES = (4, 2**16, 2**20, 2**23)  # bytes
-REPEATS = 15
+LINK_REPEATS = 15  # of a message or an all-reduce
 TURN, TURNS = (384, 384), 200  # a product of about a millisecond, and how often
 STREAM = 8  # of the largest messages, from every rank of a node at the same time
 REDUCED = {"cpu": 2**23, "cuda": 2**28}  # bytes of an all-reduce
@@ -288,7 +288,7 @@ def _round_trip(world: World, pair: tuple[int, int], nbytes: int) -> float:
     first = world.rank == pair[0]
     peer = pair[1] if first else pair[0]
     found = []
-    for _ in range(REPEATS + 1):
+    for _ in range(LINK_REPEATS + 1):
         began = time.perf_counter()
         for sends in (first, not first):
             if sends:
@@ -371,7 +371,7 @@ def bus_bandwidths(world: World) -> dict[int, float]:
 
 def _all_reduce(world: World, values: torch.Tensor, group: dist.ProcessGroup | None) -> float:
     found = []
-    for _ in range(REPEATS // 2 + 1):
+    for _ in range(LINK_REPEATS // 2 + 1):
         began = time.perf_counter()
         dist.all_reduce(values, group=group)
         synchronize(world.device)

@@ -27,12 +27,11 @@ from torch import Tensor
 
 from hpcrl.model.blocks.layers import ScalarHead
 from hpcrl.model.blocks.rope import rope_cos_sin
-from hpcrl.model.tower import Division, encode_divided
+from hpcrl.model.tower import Division, PackedPictures, encode_divided
 
 if TYPE_CHECKING:
     from hpcrl.model.blocks.router import Routing
     from hpcrl.model.shape import ModelShape
-    from hpcrl.model.tower import PackedPictures
     from hpcrl.model.vision import Vision
 
 
@@ -45,16 +44,16 @@ class Tail:
     keys: Tensor
 
 
-def tokens_of(size: int, rank: int, cp: int) -> Tensor:
+def tokens_of_rank(size: int, rank: int, cp: int) -> Tensor:
     """Return the packed tokens of `rank` in its order, int64 (size / cp,); 2 cp divides `size`."""
     chunk = size // (2 * cp)
     first, second = rank * chunk, (2 * cp - 1 - rank) * chunk
     return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
 
 
-def places(size: int, cp: int) -> Tensor:
+def gathered_places(size: int, cp: int) -> Tensor:
     """Return the place of each packed token after gathering in rank order, int64 (size,)."""
-    order = torch.cat([tokens_of(size, rank, cp) for rank in range(cp)])
+    order = torch.cat([tokens_of_rank(size, rank, cp) for rank in range(cp)])
     found = torch.empty_like(order)
     found[order] = torch.arange(size)
     return found
@@ -70,7 +69,7 @@ def local_runs(lengths: Tensor, size: int, rank: int, cp: int) -> tuple[Places, 
     chunk = size // (2 * cp)
     starting_here: list[tuple[int, int]] = []  # first local token, tokens
     singles, tails = [], []
-    gathered = places(size, cp)
+    gathered = gathered_places(size, cp)
     ends = lengths.cumsum(0).tolist()
     for number, place in enumerate((rank, 2 * cp - 1 - rank)):
         low, high = place * chunk, (place + 1) * chunk
@@ -216,10 +215,10 @@ def pack(
         if rope_positions is not None:
             turning[:, :total] = rope_positions
     if cp_size > 1:
-        local = tokens_of(size, cp_rank, cp_size)
+        local = tokens_of_rank(size, cp_rank, cp_size)
         padded_ids, position_ids, turning = padded_ids[local], position_ids[local], turning[..., local]
         if pictures is not None:
-            place, here = places(size, cp_size)[pictures.rows], size // cp_size
+            place, here = gathered_places(size, cp_size)[pictures.rows], size // cp_size
             mine = (place // here == cp_rank).nonzero().squeeze(1)
             pictures = replace(pictures, rows=place[mine] % here, sources=pictures.sources[mine])
         runs, tails = local_runs(lengths, size, cp_rank, cp_size)

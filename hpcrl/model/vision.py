@@ -6,12 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from hpcrl.runtime.exits import InputError
-
-if TYPE_CHECKING:
-    pass
 
 Size = tuple[int, ...]
 Trained = Literal["none", "merger", "tower", "all"]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FILE = "ref_logps.npz"
+REF_LOGPS_FILE = "ref_logps.npz"
 PAIRS_AT_ONCE = 1024
 
 
@@ -110,7 +110,7 @@ class RefLogps:
         os.replace(draft, self.path)
 
 
-def key_of(datasets: Mapping[str, AnswerDataset], *further: object) -> str:
+def ref_logps_key(datasets: Mapping[str, AnswerDataset], *further: object) -> str:
     """A hash of all token ids, and of what else the values depend on."""
     digest = blake2b(repr(further).encode(), digest_size=16)
     for split, dataset in datasets.items():

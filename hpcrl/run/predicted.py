@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hpcrl.run.job import TrainingJob
     from hpcrl.run.run import Run
 
+log = logging.getLogger(__name__)
+
 WORKING = 0.5  # share of a phase's seconds that its busiest rank works, otherwise ranks wait
 UNEVEN = 1.5  # times the median rank's busy seconds
 FULL = 0.95  # share of a GPU's memory
@@ -159,11 +161,9 @@ RULES: tuple[Callable[[Evidence], str | None], ...] = (
     _limit,
 )
 
-log = logging.getLogger(__name__)
-
-RATIO = 1.5  # times the expected seconds
-FIRST = 2  # steps of a process that are not compared: they compile, capture graphs and fill caches
-LEAST = 0.01  # share of a step that a phase takes at least to be compared with
+SLOW_RATIO = 1.5  # times the expected seconds
+WARM_UP_STEPS = 2  # steps of a process that are not compared: they compile, capture graphs and fill caches
+LEAST_SHARE = 0.01  # share of a step that a phase takes at least to be compared with
 SAMPLED = ("gen", "gen_max", "judge", "reward")
 PHASES = {"rollout.generate": "gen", "refit.update_weights": "update_weights", "reward.compute_rm_score": "reward"}
 
@@ -178,7 +178,7 @@ class Compared(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        return self.measured > RATIO * self.expected and self.measured - self.expected > EXCESS
+        return self.measured > SLOW_RATIO * self.expected and self.measured - self.expected > EXCESS
 
 
 def compared(
@@ -195,7 +195,7 @@ def compared(
         for names, predicted in prediction.together(phases)
         if predicted > 0
     ]
-    least, found = LEAST * sum(measured for _, measured, _ in pairs), []
+    least, found = LEAST_SHARE * sum(measured for _, measured, _ in pairs), []
     for names, measured, predicted in pairs:
         factor = 1.0
         if not set(names) <= set(fitted):
@@ -278,7 +278,7 @@ class PredictedSteps:
         found = {"step": prediction.step} | found
         shown = {phase: it for phase, it in found.items() if phase not in self._left_out}
         self._num_observed += 1
-        if self._num_observed > FIRST:
+        if self._num_observed > WARM_UP_STEPS:
             measured = {phase: seconds[f"timing_s/{phase}"] for phase in shown}
             self._warn(prediction, compared(prediction, measured, shown, self._machine.efficiency), metrics, slow)
         return {f"perf/predicted_s/{phase}": it for phase, it in shown.items()}

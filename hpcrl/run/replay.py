@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,19 +30,18 @@ from hpcrl.observe.record.archive import UPDATE_COLUMNS, step_path
 from hpcrl.observe.record.writer import METRICS_FILE, json_line
 from hpcrl.run.job import SupervisedJob, TrainingJob
 from hpcrl.run.job_config import softmax_vocab_of
-from hpcrl.run.run import versions
+from hpcrl.run.run import Run, versions
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.sandbox.foreign_files import MOST_CONFIG, read_json, read_text
 from hpcrl.sandbox.new_files import draft_of, replace_json
 
-if TYPE_CHECKING:
-    from hpcrl.run.run import Run
+log = logging.getLogger(__name__)
 
-SUFFIXES = (".jsonl", ".h5")
+TOKEN_SUFFIXES = (".jsonl", ".h5")
 # Columns of an archive that have an entry per response token and say what the update did with it.
-SHOWN = (
+TOKEN_COLUMNS = (
     *("response_mask", "rollout_log_probs", "old_log_probs", *UPDATE_COLUMNS),
     *("ref_log_prob", "values", "advantages", "returns", "rollout_is_weights", "loss_mask"),
 )
@@ -56,7 +55,7 @@ def write_tokens(path: Path, archive: Path) -> None:
     `clipped` (uint8). Raises ArchiveError.
     """
     tokens, samples, _ = read_step(archive)
-    added = of_update(tokens)
+    added = columns_of_update(tokens)
     with draft_of(path) as draft:
         if path.suffix == ".h5":
             import h5py
@@ -69,10 +68,10 @@ def write_tokens(path: Path, archive: Path) -> None:
                     group.create_dataset("offsets", data=offsets)
         else:
             with open(draft, "w", encoding="utf-8") as file:
-                file.writelines(json_line(row) for row in rows({**tokens, **added}, samples))
+                file.writelines(json_line(row) for row in token_rows({**tokens, **added}, samples))
 
 
-def of_update(tokens: Columns) -> Columns:
+def columns_of_update(tokens: Columns) -> Columns:
     """Return `ratio`, the probability at the update over the old one, float32, and `clipped`, 1 where the loss has no
     gradient although the token counts and has an advantage, uint8; {} without the columns of the update."""
     if not {"update_log_probs", "loss_gradients", "old_log_probs", "advantages"} <= tokens.keys():
@@ -84,10 +83,10 @@ def of_update(tokens: Columns) -> Columns:
     return {"ratio": (ratio, offsets), "clipped": (clipped.astype(np.uint8), offsets)}
 
 
-def rows(tokens: Columns, samples: dict[str, np.ndarray]) -> Iterator[dict[str, Any]]:
+def token_rows(tokens: Columns, samples: dict[str, np.ndarray]) -> Iterator[dict[str, Any]]:
     """One object per sample."""
     ids, starts = tokens["input_ids"]
-    shown = [name for name in (*SHOWN, "ratio", "clipped") if name in tokens]
+    shown = [name for name in (*TOKEN_COLUMNS, "ratio", "clipped") if name in tokens]
     for index, uid in enumerate(samples["uid"]):
         prompt = int(samples["prompt_length"][index])
         row = {"uid": uid, "sample_index": int(samples["sample_index"][index]), "score": float(samples["score"][index])}
@@ -97,8 +96,6 @@ def rows(tokens: Columns, samples: dict[str, np.ndarray]) -> Iterator[dict[str, 
             row[name] = values[offsets[index] : offsets[index + 1]].tolist()
         yield row
 
-
-log = logging.getLogger(__name__)
 
 RESULT_FILE = "replay.json"  # in the replay's folder
 FIXED = (  # a replay generates, validates, saves and reports nothing
@@ -322,8 +319,8 @@ def check_tokens(path: str | None, has_rollouts: bool) -> None:
         raise InputError(
             "--tokens: the job of this run trains on given answers, which have no advantages; leave it out"
         )
-    if Path(path).suffix not in SUFFIXES:
-        raise InputError(f"--tokens {path}: expected a file name that ends in {' or '.join(SUFFIXES)}")
+    if Path(path).suffix not in TOKEN_SUFFIXES:
+        raise InputError(f"--tokens {path}: expected a file name that ends in {' or '.join(TOKEN_SUFFIXES)}")
     if not Path(path).absolute().parent.is_dir():
         raise InputError(f"--tokens {path}: no such folder; make {Path(path).parent}")
 

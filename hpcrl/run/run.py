@@ -22,7 +22,7 @@ from hpcrl.observe.record.progress import PhaseTimers, Progress
 from hpcrl.observe.record.trackers import Status, Trackers
 from hpcrl.observe.record.writer import METRICS_FILE, MetricsWriter, without_nan
 from hpcrl.observe.trace.rank_trace import discard_other_ranks
-from hpcrl.observe.trace.records import FOLDER as TRACE_FOLDER
+from hpcrl.observe.trace.records import TRACE_FOLDER
 from hpcrl.run import disk
 from hpcrl.run.calls import Call, PendingBatch, Role
 from hpcrl.run.performance import PROFILE_FOLDER, ProfiledSteps, Stragglers

@@ -21,7 +21,7 @@ import psutil
 from hpcrl.observe.record.progress import PhaseTimers, duration
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import InputError
-from hpcrl.sandbox.new_files import read_json, replace_json
+from hpcrl.sandbox.new_files import read_json_or, replace_json
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class TimeBudget:
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self._times = read_json(self.folder / TIMES_FILE, {})
+        self._times = read_json_or(self.folder / TIMES_FILE, {})
         self._has_begun = False
         self._before: dict[str, float] = self._times.get("phases", {})  # measured by the last slice
 
@@ -101,7 +101,9 @@ def check_progress(
         restart = int(environ.get("SLURM_RESTART_COUNT") or 0)
         this = {"job": job, "restart": restart, "step": found_step, "ends_at": ends_at}
         # Of several attempts in one allocation, the last one counts.
-        slices = [one for one in read_json(folder / SLICES_FILE, []) if (one["job"], one["restart"]) != (job, restart)]
+        slices = [
+            one for one in read_json_or(folder / SLICES_FILE, []) if (one["job"], one["restart"]) != (job, restart)
+        ]
         before = [(one["job"], one["step"]) for one in slices[-SLICES_WITHOUT_PROGRESS:]]
         if before == [(job, found_step)] * SLICES_WITHOUT_PROGRESS:
             found = "no checkpoint" if found_step < 0 else f"the checkpoint of step {found_step}"
@@ -113,7 +115,7 @@ def check_progress(
         write_json(folder / SLICES_FILE, [*slices, this][-SLICES_KEPT:])
     if ends_at is None:
         return
-    times, left = read_json(folder / TIMES_FILE, {}), max(ends_at - time.time(), 0.0)
+    times, left = read_json_or(folder / TIMES_FILE, {}), max(ends_at - time.time(), 0.0)
     needed = times.get("step_s", 0.0) + times.get("save_s", 0.0)
     log.info("the allocation ends in %s", duration(left))
     if needed > 0 and left < needed + margin:

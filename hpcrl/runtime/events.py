@@ -34,17 +34,20 @@ from typing import IO, Any, NamedTuple, NoReturn
 from hpcrl.runtime import exits, run_owner
 from hpcrl.sandbox import fork_server
 from hpcrl.sandbox.foreign_files import ERRORS, printable
-from hpcrl.sandbox.new_files import read_json
+from hpcrl.sandbox.new_files import read_json_or
 from hpcrl.sandbox.process_tree import STOP_SIGNALS
 
-LOG, RECORD = "logs/events.log", "logs/events.jsonl"  # output of the commands; a line for each that has run
+log = logging.getLogger(__name__)
+
+OUTPUT_FILE = "logs/events.log"  # of the commands
+RECORD_FILE = "logs/events.jsonl"  # a line for each command that has run
 COMMAND_SECONDS = 60.0  # for a command; then it is killed
 END_SECONDS = 5.0  # for the commands of the run's end
 TICK_SECONDS = 0.2
+POLL_SECONDS = 0.1  # in which ranks look whether the commands of the end have run
 MOST_BYTES = 4096  # of a message: a pipe takes up to so many as a whole
-LONGEST = 2000  # characters of a text in the environment
-DONE, REQUEUE, HANG = 0, 85, 86  # of hpcrl.runtime.exits
-LAST = {DONE: "done", REQUEUE: "left", HANG: "hang"}  # exit code -> event; others: failed
+LONGEST_TEXT = 2000  # characters of a text in the environment
+LAST_EVENTS = {exits.DONE: "done", exits.REQUEUE: "left", exits.HANG: "hang"}  # exit code -> event; others: failed
 CONTINUES = ("started", "saved")
 
 
@@ -75,21 +78,21 @@ def serve(events: Connection, results: Connection, settings: Settings) -> NoRetu
     for signum in (signal.SIGHUP, signal.SIGQUIT, *STOP_SIGNALS):
         signal.signal(signum, signal.SIG_IGN)  # the commands inherit it
     os.setsid()
-    log = open(Path(settings.folder) / LOG, "ab", buffering=0)
+    output = open(Path(settings.folder) / OUTPUT_FILE, "ab", buffering=0)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):  # else launchers wait for the end of this process, which has the rank's pipes
-        os.dup2(log.fileno() if number else nothing, number)
+        os.dup2(output.fileno() if number else nothing, number)
     os.set_blocking(results.fileno(), False)
     try:
-        Runner(events.fileno(), results.fileno(), settings, log).run()
+        Runner(events.fileno(), results.fileno(), settings, output).run()
     finally:
         os._exit(0)
 
 
 class Runner:
-    def __init__(self, events: int, results: int, settings: Settings, log: IO[bytes]) -> None:
+    def __init__(self, events: int, results: int, settings: Settings, output: IO[bytes]) -> None:
         """events, results: file descriptors, of JSON lines from rank 0 and of lines of text to it."""
-        self._events, self._results, self._settings, self._log = events, results, settings, log
+        self._events, self._results, self._settings, self._output = events, results, settings, output
         self._folder = Path(settings.folder)
         self._buffer = b""
         self._queue: deque[Pending] = deque()
@@ -134,10 +137,10 @@ class Runner:
     def _unplanned_end(self) -> dict[str, Any] | None:
         """The contents of exit.json, if it is that of a hang or an error."""
         found = self._exit_json()
-        return found if found.get("code") not in (None, DONE, REQUEUE) and not self._is_lost() else None
+        return found if found.get("code") not in (None, exits.DONE, exits.REQUEUE) and not self._is_lost() else None
 
     def _exit_json(self) -> dict[str, Any]:
-        return read_json(self._folder / "exit.json", {})
+        return read_json_or(self._folder / "exit.json", {})
 
     def _end(self, code: Any, details: dict[str, Any]) -> None:
         """Queue the event of the run's end; events that still wait are dropped."""
@@ -145,8 +148,8 @@ class Runner:
             return
         self._give_up = time.monotonic() + END_SECONDS
         self._queue = deque(pending for pending in self._queue if pending.event["event"] not in CONTINUES)
-        cut = {name: value[:LONGEST] if isinstance(value, str) else value for name, value in details.items()}
-        self._add({**cut, "event": LAST.get(code, "failed"), "code": code})
+        cut = {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in details.items()}
+        self._add({**cut, "event": LAST_EVENTS.get(code, "failed"), "code": code})
 
     def _add(self, message: dict[str, Any]) -> None:
         if message["event"] == "started":
@@ -189,16 +192,16 @@ class Runner:
 
     def _start(self, pending: Pending) -> None:
         line = json.dumps(pending.event, default=str)
-        self._log.write(
+        self._output.write(
             f"{time.strftime('%F %T')} {pending.event['message']}: {pending.command}\n".encode(errors=ERRORS)
         )
         try:
             process = subprocess.Popen(
                 shlex.split(pending.command),
                 stdin=subprocess.PIPE,
-                stdout=self._log,
-                stderr=self._log,
-                env=os.environ | variables(pending.event, line),
+                stdout=self._output,
+                stderr=self._output,
+                env=os.environ | command_variables(pending.event, line),
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
@@ -223,21 +226,21 @@ class Runner:
         event = pending.event
         row = {name: event[name] for name in ("time", "event", "step")} | {"command": pending.command}
         row |= {"problem": problem, "seconds": round(seconds, 3), "last": pending.is_last}
-        with open(self._folder / RECORD, "a", encoding="utf-8") as file:
+        with open(self._folder / RECORD_FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         if problem is None:
             return
         line = f"job.on_event: {pending.command} on {event['event']}, step {event['step']}: {problem}\n".encode(
             errors=ERRORS
         )
-        self._log.write(line)
+        self._output.write(line)
         try:
             os.write(self._results, line[:MOST_BYTES])
         except OSError:
             pass  # rank 0 has ended
 
 
-def variables(event: dict[str, Any], line: str) -> dict[str, str]:
+def command_variables(event: dict[str, Any], line: str) -> dict[str, str]:
     """The environment variables of a command, besides those of the job without the launcher's."""
     found = {
         "HPCRL_EVENT": event["event"],
@@ -254,7 +257,7 @@ def sentence(event: dict[str, Any]) -> str:
     """One line about an event, for a person."""
     run, step, total = event["run"], event["step"], event.get("total_steps")
     of_steps = f"step {step} of {total}" if total is not None else f"step {step}"
-    why = " ".join(str(event.get("reason") or event.get("error") or "").split())[:LONGEST]
+    why = " ".join(str(event.get("reason") or event.get("error") or "").split())[:LONGEST_TEXT]
     text = {
         "started": f"{run} started: {of_steps}" if not step else f"{run} continues after {of_steps}",
         "saved": f"{run} has saved {of_steps}",
@@ -264,11 +267,6 @@ def sentence(event: dict[str, Any]) -> str:
         "failed": f"{run} failed after {of_steps}",
     }[event["event"]]
     return f"{text}: {why}" if why else text
-
-
-log = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.1
 
 
 class Events:
@@ -352,7 +350,7 @@ def prepare(run_dir: Path, rank: int, commands: Sequence[str]) -> Events:
     """Start the process on rank 0. On all ranks, an unplanned end of the job then waits for its commands."""
     if not commands:
         return Events()
-    record = run_dir / RECORD
+    record = run_dir / RECORD_FILE
     exits.before_kill(partial(_wait_for_end, record, _size(record)))
     return Events.start(run_dir, commands) if rank == 0 else Events()
 

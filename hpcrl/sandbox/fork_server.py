@@ -45,7 +45,7 @@ def start() -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     # by default the server imports the program's main module
     context().set_forkserver_preload([__name__])
-    os.environ[FOLDER] = new_files.make_folder()
+    os.environ[FOLDER] = new_files.make_temporary_folder()
     try:
         for name in full.keys() - without_launcher_variables(full).keys():
             del os.environ[name]
@@ -110,7 +110,7 @@ def _run(umask: int | None, target: Callable[..., Any], args: tuple[Any, ...]) -
 def _prepare_server() -> None:
     """Make this process, which is the server, ignore signals and remove files."""
     folder, server = os.environ.pop(FOLDER), os.getpid()
-    new_files.add_process(folder)
+    new_files.keep_temporary_folder(folder)
     os.setpgid(0, 0)  # MPICH's launcher ends an aborted job by killing the ranks' process groups
 
     def remove_folder() -> None:

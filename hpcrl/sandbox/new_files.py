@@ -63,7 +63,7 @@ def open_to_append(path: Path) -> BinaryIO:
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | follow, 0o666))
 
 
-def read_json(path: Path, absent: Any, root: Path | None = None) -> Any:
+def read_json_or(path: Path, absent: Any, root: Path | None = None) -> Any:
     """Contents of the file, which is inside `root`; `absent` if it is missing or damaged, or holds a value of another
     type."""
     try:
@@ -79,15 +79,15 @@ def replace_json(path: Path, value: Any) -> None:
         draft.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-PROCESSES = "processes"  # in the folder
+PROCESSES_FILE = "processes"  # in the folder
 SECONDS_TO_START = 3600.0  # from the start of mpiexec to the end of its ranks' MPI_Init, at most
 CLOCK_ERROR = 60.0  # seconds by which the clock may have been corrected since a process began
 
 
-def make_folder() -> str:
+def make_temporary_folder() -> str:
     """Make this rank's folder, and remove those whose processes have ended. Returns its path."""
     folder = util.get_temp_dir()
-    add_process(folder)
+    keep_temporary_folder(folder)
     remove_leftovers(os.path.dirname(folder))
     remove_leftovers_of_mpiexec()
     return folder
@@ -111,9 +111,9 @@ def set_compiler_cache() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
 
-def add_process(folder: str) -> None:
+def keep_temporary_folder(folder: str) -> None:
     """Keep the folder as long as this process runs."""
-    with suppress(OSError), open(os.path.join(folder, PROCESSES), "a") as file:
+    with suppress(OSError), open(os.path.join(folder, PROCESSES_FILE), "a") as file:
         file.write(f"{boot_id()} {pid_namespace()} {os.getpid()} {started_at(os.getpid())}\n")
 
 
@@ -160,7 +160,7 @@ def _began(pid: int) -> float:
 
 def _is_left(folder: str) -> bool:
     """Whether all processes of a folder have ended, as far as this process can see them."""
-    with open(os.path.join(folder, PROCESSES)) as file:
+    with open(os.path.join(folder, PROCESSES_FILE)) as file:
         lines = [line.split() for line in file]
     return bool(lines) and all(
         (boot, namespace) == (boot_id(), pid_namespace()) and process_runs(int(pid), int(started)) is False

@@ -25,10 +25,12 @@ from typing import Any, ClassVar, Protocol
 from hpcrl.sandbox import fork_server, process_tree
 from hpcrl.sandbox.worker import Answer, Fate, Outcome, Ready
 
-LEAST_SECONDS = 600.0  # of a batch whose time is not given
-PART = 0.25  # of the time that all of its requests would take if each of them timed out
-RESERVED = 0.75  # of the time of a batch, for the shares of its requests
-MAX_SECONDS = 1.0  # charged for the start of a process; the rank may have been away meanwhile
+log = logging.getLogger(__name__)
+
+LEAST_BATCH_SECONDS = 600.0  # of a batch whose time is not given
+PART_OF_TIMEOUTS = 0.25  # of the time that all of its requests would take if each of them timed out
+RESERVED_PART = 0.75  # of the time of a batch, for the shares of its requests
+MOST_CHARGED_SECONDS = 1.0  # charged for the start of a process; the rank may have been away meanwhile
 
 
 class TimeBudget:
@@ -40,7 +42,7 @@ class TimeBudget:
     """
 
     def __init__(self, seconds: float | None, num_workers: int, setting: str) -> None:
-        """seconds: of a batch; None: LEAST_SECONDS, or a PART of all timeouts if that is more. The workers share it.
+        """seconds: of a batch; None: LEAST_BATCH_SECONDS, or PART_OF_TIMEOUTS if that is more. The workers share it.
         setting: its name in the template."""
         self.setting = setting
         self._seconds = seconds
@@ -51,11 +53,11 @@ class TimeBudget:
     def renew(self, timeouts: float) -> None:
         """Begin the time of a batch again. timeouts: the sum of its requests' timeouts."""
         if self._seconds is None:
-            self._total = max(LEAST_SECONDS * self._num_workers, PART * timeouts)
+            self._total = max(LEAST_BATCH_SECONDS * self._num_workers, PART_OF_TIMEOUTS * timeouts)
         else:
             self._total = self._seconds * self._num_workers
         self._left = self._total
-        self._share = RESERVED * self._total / timeouts
+        self._share = RESERVED_PART * self._total / timeouts
 
     def take(self, timeout: float, others: float) -> float:
         """The limit of a request that begins. others: the sum of the timeouts of those that have not begun."""
@@ -75,14 +77,12 @@ class TimeBudget:
 
     def charge(self, seconds: float) -> None:
         """Charge the start or the end of a process."""
-        self._left -= min(seconds, MAX_SECONDS)
+        self._left -= min(seconds, MOST_CHARGED_SECONDS)
 
     def _take(self, limit: float) -> float:
         self._left -= limit
         return limit
 
-
-log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # for a worker to start and import the user's file, on a cold parallel file system
 END_SECONDS = 5.0  # for a worker's supervisor to kill its descendants

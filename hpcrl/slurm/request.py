@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpcrl.config.loader import quoted_path
 from hpcrl.runtime.exits import ArgumentParser, InputError
-from hpcrl.sandbox.new_files import read_json, replace_json
+from hpcrl.sandbox.new_files import read_json_or, replace_json
 
 
 def array_elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[list[str]]:
@@ -185,7 +185,7 @@ def write_chain(links: Sequence[Link]) -> None:
 def read_chain(folder: Path) -> list[Link] | None:
     """The chain that the run was submitted in; None if it was not submitted, or the file is damaged."""
     try:
-        links = read_json(folder / CHAIN_FILE, {})["links"]
+        links = read_json_or(folder / CHAIN_FILE, {})["links"]
         found = [Link(**{**link, "runs": tuple(link["runs"])}) for link in links]
     except (KeyError, TypeError):
         return None

@@ -22,7 +22,7 @@ from hpcrl.observe.record.progress import duration
 from hpcrl.runtime import exits, run_owner
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.sandbox.foreign_files import printable
-from hpcrl.sandbox.new_files import read_json
+from hpcrl.sandbox.new_files import read_json_or
 from hpcrl.slurm.request import CHAIN_FILE, Link, read_chain
 from hpcrl.slurm.template import INSIDE_RUN
 
@@ -36,7 +36,7 @@ REWARDS = {
 }
 STEPS_OF_TREND = 10
 LOG_BYTES = 1 << 18  # of the end of rank 0's log, in which the last warning is searched
-HEADER = ["run", "state", "step", "ETA", "reward", "trend", "slice", "left", "last warning"]
+OVERVIEW_HEADER = ["run", "state", "step", "ETA", "reward", "trend", "slice", "left", "last warning"]
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -65,11 +65,11 @@ def overview(runs: Sequence[Path]) -> str:
     queue = read_queue(sorted({job for of_run in jobs.values() for job in of_run}))
     queued = {run: next((queue[job] for job in jobs[run] if job in queue), None) if queue else None for run in found}
     names = Counter(run.resolve().name for run in found)
-    table = [HEADER]
+    table = [OVERVIEW_HEADER]
     states = states_of([(run, queued[run], progress) for run, progress in found.items()])
     for (run, progress), (state, note) in zip(found.items(), states, strict=True):
         name = run.resolve().name
-        table.append(_line(str(run) if names[name] > 1 else name, run, progress, queued[run], state, note))
+        table.append(_overview_row(str(run) if names[name] > 1 else name, run, progress, queued[run], state, note))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "\n".join([*aligned(table, width), "", summary([state for state, _ in states], queue)])
 
@@ -84,7 +84,7 @@ def _jobs_of(run: Path, progress: Progress) -> list[str]:
     return [*found, *([progress.job] if progress.job is not None else [])]
 
 
-def _line(name: str, run: Path, progress: Progress, queued: Queued | None, state: str, note: str) -> list[str]:
+def _overview_row(name: str, run: Path, progress: Progress, queued: Queued | None, state: str, note: str) -> list[str]:
     step, eta = step_and_eta(progress, state)
     reward, change = last_and_trend(progress.rows)
     slices = str(progress.slices) if progress.slices else "-"
@@ -135,7 +135,7 @@ def last_warning(run: Path) -> str:
 
 RUNS_FOLDER = "runs"  # what a command without arguments shows: the default of run.dir
 STEPS_OF_SPEED = 10  # the last steps, whose mean time the ETA is computed from
-FORMAT = "%i|%T|%r|%N|%S|%A|%L"
+QUEUE_FORMAT = "%i|%T|%r|%N|%S|%A|%L"
 WATCH_SECONDS = 10.0
 CLEAR = "\x1b[H\x1b[2J"
 
@@ -243,7 +243,7 @@ def report(run: Path) -> str:
         inside = folder / link.command if link.command in INSIDE_RUN else folder
         found.append((inside, (queue or {}).get(job), read_progress(inside)))
     states = states_of(found)
-    table += [row(*run, files[2], *state) for run, files, state in zip(runs, found, states, strict=True)]
+    table += [chain_row(*run, files[2], *state) for run, files, state in zip(runs, found, states, strict=True)]
     lines = [*aligned(table), "", summary([word for word, _ in states], queue)]
     if left_out := len(listed) - len(runs):
         lines.append(f"{left_out} of the chain's runs left out: their {CHAIN_FILE} differs")
@@ -270,7 +270,7 @@ def check_is_run(folder: Path) -> None:
         raise InputError(f"{folder} is no run's folder; expected <run.dir>/<run.name> of a run")
 
 
-def row(link: Link, run: Path, job: str, progress: Progress, state: str, note: str) -> list[str]:
+def chain_row(link: Link, run: Path, job: str, progress: Progress, state: str, note: str) -> list[str]:
     nodes = f"{link.nodes}x{link.ntasks_per_node}" if link.nodes else "-"
     slices = str(progress.slices) if progress.slices else "-"
     step, eta = step_and_eta(progress, state)
@@ -323,8 +323,8 @@ def read_progress(folder: Path) -> Progress:
     """Steps and their times, from the files in a run's folder; missing and torn ones count as nothing."""
     rows = last_rows(folder, STEPS_OF_SPEED)
     seconds = [row["timing_s/step"] for row in rows.values() if "timing_s/step" in row][-STEPS_OF_SPEED:]
-    total = read_json(folder / "times.json", {}).get("total_steps")
-    slices = read_json(folder / "slices.json", [])
+    total = read_json_or(folder / "times.json", {}).get("total_steps")
+    slices = read_json_or(folder / "slices.json", [])
     last = slices[-1] if slices and isinstance(slices[-1], dict) else {}
     job, ends_at = last.get("job"), last.get("ends_at")
     return Progress(
@@ -332,7 +332,7 @@ def read_progress(folder: Path) -> Progress:
         total=total if isinstance(total, int) else None,
         seconds_per_step=sum(seconds) / len(seconds) if seconds else None,
         slices=len(slices),
-        exit=read_json(folder / "exit.json", {}),
+        exit=read_json_or(folder / "exit.json", {}),
         rows=rows,
         job=job if isinstance(job, str) and job.isdecimal() else None,
         ends_at=ends_at if isinstance(ends_at, (int, float)) else None,
@@ -344,7 +344,7 @@ def read_queue(jobs: Sequence[str]) -> dict[str, Queued] | None:
     without squeue."""
     if not jobs:
         return {}
-    command = ["squeue", "--noheader", "--array", f"--jobs={','.join(jobs)}", f"--format={FORMAT}"]
+    command = ["squeue", "--noheader", "--array", f"--jobs={','.join(jobs)}", f"--format={QUEUE_FORMAT}"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

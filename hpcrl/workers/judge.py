@@ -114,19 +114,19 @@ class VerdictCache:
             return
         if self._num_lines >= 2 * self._size:
             draft = self._path.with_suffix(".tmp")
-            draft.write_text("".join(map(line_of, self._answers.items())), encoding="utf-8")
+            draft.write_text("".join(map(cache_line, self._answers.items())), encoding="utf-8")
             os.replace(draft, self._path)
             self._file, self._num_lines = None, len(self._answers)
             return
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "a", encoding="utf-8")
-        self._file.write(line_of((key, answer)))
+        self._file.write(cache_line((key, answer)))
         self._file.flush()
         self._num_lines += 1
 
 
-def line_of(item: tuple[str, str]) -> str:
+def cache_line(item: tuple[str, str]) -> str:
     """A line of the file. Its line break comes first, and so ends a line that a kill has cut off."""
     return f"\n{json.dumps(item)}"
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.batch.pictures import Picture, PictureColumn, PicturePlaces
-from hpcrl.data.image_loader import index_pictures
-from hpcrl.data.images import Source
+from hpcrl.data.image_loader import ImageLoader, index_pictures
+from hpcrl.data.images import ImageProcessor, Source
 from hpcrl.engine.microbatch import tokens_of_towers
 from hpcrl.model.operations import tower_flops
 from hpcrl.observe.record.archive import ArchiveError, PictureFolder
@@ -24,8 +24,6 @@ from hpcrl.rollout.protocol import PromptPicture, Request, ToolPicture
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hpcrl.data.image_loader import ImageLoader
-    from hpcrl.data.images import ImageProcessor
     from hpcrl.model.shape import ModelShape
 
 log = logging.getLogger(__name__)

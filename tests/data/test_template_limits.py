@@ -23,9 +23,9 @@ LATER = "{{ messages[0].content }}{% if messages|length > 1 %}" + LOOP + "{% end
 
 @pytest.fixture(autouse=True)
 def few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 0.1)
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.1)
     monkeypatch.setattr(chat, "_POLL", 0.02)
-    monkeypatch.setattr(chat, "MEMORY", 1 << 28)
+    monkeypatch.setattr(chat, "TEMPLATE_MEMORY", 1 << 28)
     monkeypatch.setattr(chat, "_measured", float("-inf"))
 
 
@@ -41,7 +41,7 @@ def test_a_template_that_takes_too_long(tokenizer: Any, template: str) -> None:
     with pytest.raises(InputError, match=r"^x: row 7: the chat template failed: .*it needs more than") as error:
         render(tokenizer, template)
     assert "\n" not in str(error.value)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == chat._usual and not chat._running
+    assert resource.getrlimit(resource.RLIMIT_DATA) == chat._usual and not chat._renderings
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_thread_that_waits_is_not_interrupted() -> None:
     thread.start()
     with pytest.raises(TemplateLimit, match="0.1 s"):
         within_limits(None, lambda: sum(1 for _ in iter(int, 1)))
-    assert chat._running  # of the other thread
+    assert chat._renderings  # of the other thread
     ended.set()
     thread.join()
     assert found == ["True"] and resource.getrlimit(resource.RLIMIT_DATA) == chat._usual

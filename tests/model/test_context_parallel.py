@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.model.gpt import local_runs, places, tokens_of
+from hpcrl.model.gpt import gathered_places, local_runs, tokens_of_rank
 
 
 @given(
@@ -18,11 +18,11 @@ def test_queries_see_their_sequence_up_to_themselves(lengths: list[int], cp: int
     total = sum(lengths)
     size = (-(-total // (2 * cp)) + more) * 2 * cp
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    gathered = torch.cat([tokens_of(size, rank, cp) for rank in range(cp)])
-    assert torch.equal(gathered[places(size, cp)], torch.arange(size))
+    gathered = torch.cat([tokens_of_rank(size, rank, cp) for rank in range(cp)])
+    assert torch.equal(gathered[gathered_places(size, cp)], torch.arange(size))
     seen: list[int] = []
     for rank in range(cp):
-        mine = tokens_of(size, rank, cp)
+        mine = tokens_of_rank(size, rank, cp)
         inside, tails = local_runs(torch.tensor(lengths), size, rank, cp)
         padded = sum(bucket.size for bucket in inside.buckets)
         row_of = [row for bucket in inside.buckets for row in [bucket.width] * bucket.rows]
@@ -47,5 +47,5 @@ def test_queries_see_their_sequence_up_to_themselves(lengths: list[int], cp: int
 def test_the_ranks_have_about_equally_much_to_do() -> None:
     """Pairs of query and key in one long sequence, where contiguous shares would differ by a factor of 2 cp - 1."""
     size, cp = 1024, 4
-    work = [int((tokens_of(size, rank, cp) + 1).sum()) for rank in range(cp)]
+    work = [int((tokens_of_rank(size, rank, cp) + 1).sum()) for rank in range(cp)]
     assert max(work) == min(work)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcrl.cli import load_job
-from hpcrl.run.pairs import FILE
+from hpcrl.run.pairs import REF_LOGPS_FILE
 from tests.mpi.lab import Lab, metrics, run_job
 
 pytestmark = pytest.mark.ci_world(2)
@@ -98,6 +98,6 @@ def test_kept_reference_log_probs_are_those_of_the_reference(lab: Lab) -> None:
     own = {"precompute_ref_log_probs": True}
     expected = run(lab, "kept_reference", {}, steps=3)
     assert_agree(run(lab, "kept_alone", {"pools": ALONE["pools"], "actor": ALONE["actor"]}, **own), expected)
-    with np.load(lab.folder / "preference_kept_alone" / FILE) as found:
+    with np.load(lab.folder / "preference_kept_alone" / REF_LOGPS_FILE) as found:
         assert not np.isnan(found["train"]).any()
         assert found["val"].shape == (7, 2)

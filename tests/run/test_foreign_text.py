@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hpcrl.observe.read.runlog import read_run
 from hpcrl.observe.read.samples import read_step_samples
 from hpcrl.observe.record.archive import read_records
-from hpcrl.observe.report.page import main as report
+from hpcrl.observe.report.page import report_main as report
 from tests.preloaded import RANK
 from tests.run.small_run import write_config
 from tests.runtime.conftest import MPIEXEC, environment

@@ -18,7 +18,7 @@ from hpcrl.forecast.time.step import Prediction, Span, predict
 from hpcrl.jobs.train import Train
 from hpcrl.run.performance import STEPS, Slow
 from hpcrl.run.predicted import (
-    FIRST,
+    WARM_UP_STEPS,
     Compared,
     Evidence,
     PredictedSteps,
@@ -136,7 +136,7 @@ def test_a_slow_phase_of_a_job_is_one_line(caplog: pytest.LogCaptureFixture) -> 
     made = predict(plan(), machine, Lengths.of_samples(PROMPTS, RESPONSES))
     usual = {name: 1.2 * made.phases[name] for name in ("gen", "update_actor", "update_weights")}
     usual["step"] = sum(usual.values())
-    found = observe(steps, usual, FIRST + STEPS)
+    found = observe(steps, usual, WARM_UP_STEPS + STEPS)
     assert found["perf/predicted_s/step"] == made.step
     assert found == {f"perf/predicted_s/{name}": {**made.phases, "step": made.step}[name] for name in usual}
     assert caplog.messages == []

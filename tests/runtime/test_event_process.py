@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcrl.runtime import events
-from hpcrl.runtime.events import RECORD, Runner, Settings
+from hpcrl.runtime.events import RECORD_FILE, Runner, Settings
 
 
 class RankZero:
@@ -37,9 +37,9 @@ class RankZero:
 
     def rows(self) -> list[tuple[str, int, str | None]]:
         """What has run: event, step, problem."""
-        if not (self.folder / RECORD).exists():
+        if not (self.folder / RECORD_FILE).exists():
             return []
-        rows = [json.loads(line) for line in (self.folder / RECORD).read_text().splitlines()]
+        rows = [json.loads(line) for line in (self.folder / RECORD_FILE).read_text().splitlines()]
         return [(row["event"], row["step"], row["problem"]) for row in rows]
 
     def ended(self, seconds: float = 10.0) -> list[tuple[str, int, str | None]]:

@@ -76,31 +76,31 @@ def test_leftovers_of_killed_jobs_are_removed(start: Callable, tmp_path: Path) -
     victim.mkdir()
     (killed / "link").symlink_to(victim)
 
-    ended = (killed / new_files.PROCESSES).read_text()
+    ended = (killed / new_files.PROCESSES_FILE).read_text()
     kept = {
         "pymp-no_record": None,
         "pymp-cut": ended[: len(ended) // 3],
         "pymp-other_boot": ended.replace(boot_id(), "0" * 8),
         "pymp-other_namespace": ended.replace(pid_namespace(), "pid:[1]"),
-        "pymp-server_runs": ended + (lives / new_files.PROCESSES).read_text(),
+        "pymp-server_runs": ended + (lives / new_files.PROCESSES_FILE).read_text(),
         "other-name": ended,
     }
     for name, record in kept.items():
         (temporary / name).mkdir()
         if record is not None:
-            (temporary / name / new_files.PROCESSES).write_text(record)
-    (victim / new_files.PROCESSES).write_text(ended)
+            (temporary / name / new_files.PROCESSES_FILE).write_text(record)
+    (victim / new_files.PROCESSES_FILE).write_text(ended)
     (temporary / "pymp-link").symlink_to(victim)
     expected = {lives.name, *kept, "pymp-link"}
     if os.geteuid() == 0:
         (temporary / "pymp-of_another_user").mkdir()
-        (temporary / "pymp-of_another_user" / new_files.PROCESSES).write_text(ended)
+        (temporary / "pymp-of_another_user" / new_files.PROCESSES_FILE).write_text(ended)
         os.chown(temporary / "pymp-of_another_user", OTHER.pw_uid, -1)
         expected.add("pymp-of_another_user")
 
     third, _ = begin(start, tmp_path)
     assert {path.name for path in temporary.iterdir()} == {third.name, *expected}
-    assert [path.name for path in victim.iterdir()] == [new_files.PROCESSES]
+    assert [path.name for path in victim.iterdir()] == [new_files.PROCESSES_FILE]
     assert all(process.is_running() for process in its_processes)
 
 

@@ -95,18 +95,18 @@ LEFT_OF = SyntheticSource(draw=draw_left_of, template=f"{IMAGE}{LEFT_OF_TEMPLATE
 TWO_DIGITS_QUESTION = "What number is it?"
 TWO_DIGITS_NUMBERS = range(10, 100)
 HALF = SIDE // 2  # the number is in the upper or the lower half
-SPACE = 1  # above and left of a digit
-HEIGHT, WIDTH, STROKE = 13, 10, 2  # of a digit
+DIGIT_SPACE = 1  # above and left of a digit
+DIGIT_HEIGHT, DIGIT_WIDTH, STROKE = 13, 10, 2  # of a digit
 LOWER, MIDDLE = 11, 6  # top of the lower horizontal stroke and of the middle one; a vertical stroke is 7 long
 # top, left, height and width of the seven segments, clockwise from the top one; the last one is in the middle
 SEGMENTS = (
-    (0, 0, STROKE, WIDTH),
-    (0, WIDTH - STROKE, MIDDLE + 1, STROKE),
-    (MIDDLE, WIDTH - STROKE, MIDDLE + 1, STROKE),
-    (LOWER, 0, STROKE, WIDTH),
+    (0, 0, STROKE, DIGIT_WIDTH),
+    (0, DIGIT_WIDTH - STROKE, MIDDLE + 1, STROKE),
+    (MIDDLE, DIGIT_WIDTH - STROKE, MIDDLE + 1, STROKE),
+    (LOWER, 0, STROKE, DIGIT_WIDTH),
     (MIDDLE, 0, MIDDLE + 1, STROKE),
     (0, 0, MIDDLE + 1, STROKE),
-    (MIDDLE - 1, 0, STROKE, WIDTH),
+    (MIDDLE - 1, 0, STROKE, DIGIT_WIDTH),
 )
 LIT = ("012345", "12", "01346", "01236", "1256", "02356", "023456", "012", "0123456", "012356")  # of digits 0 to 9
 
@@ -114,9 +114,9 @@ LIT = ("012345", "12", "01346", "01236", "1256", "02356", "023456", "012", "0123
 def draw_two_digits(rng: random.Random) -> Row:
     number = rng.choice(TWO_DIGITS_NUMBERS)
     picture = blank()
-    top = HALF * rng.randrange(2) + SPACE
+    top = HALF * rng.randrange(2) + DIGIT_SPACE
     for place, digit in enumerate(divmod(number, 10)):
-        left = HALF * place + SPACE
+        left = HALF * place + DIGIT_SPACE
         colour = rng.choice(list(COLOURS))
         for segment in map(int, LIT[digit]):
             down, right, height, width = SEGMENTS[segment]
@@ -129,14 +129,14 @@ TWO_DIGITS = SyntheticSource(draw=draw_two_digits, template=f"{IMAGE}{TWO_DIGITS
 MAZE_QUESTION = "How many steps to red?"
 MAZE_CELL = 4  # pixels
 MAZE_PLACES = range(SIDE // MAZE_CELL)
-STEPS = range(1, 10)
+MAZE_STEPS = range(1, 10)
 DEAD_ENDS = (0, 0, 1, 2)  # drawn from
 
 Cell = tuple[int, int]
 
 
 def draw_maze(rng: random.Random) -> Row:
-    steps = rng.choice(STEPS)
+    steps = rng.choice(MAZE_STEPS)
     path: list[Cell] = []
     while len(path) <= steps:
         path = [(rng.choice(MAZE_PLACES), rng.choice(MAZE_PLACES))]

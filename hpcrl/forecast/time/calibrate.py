@@ -22,7 +22,7 @@ from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
 from hpcrl.forecast.time.layers import with_measured_load
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.step import GENERATES, Prediction, predict
-from hpcrl.machine.machine_file import Machine, check_target, read_machine, save
+from hpcrl.machine.machine_file import Machine, check_target, read_machine, save_machine
 from hpcrl.observe.read.archive import read_samples
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.record.archive import ArchiveError, step_path
@@ -266,7 +266,7 @@ def cause(takes_longer: bool, parts: Mapping[str, Mapping[str, float]], run: str
 SHOWN = 10  # phases of runs that are predicted badly
 
 
-def describe(job: JobDescription, path: str, others: Sequence[str], parsed: argparse.Namespace) -> list[str]:
+def calibration_lines(job: JobDescription, path: str, others: Sequence[str], parsed: argparse.Namespace) -> list[str]:
     """The lines of the table, for the runs `path` and `others`. Raises ConfigError or InputError, one line."""
     if parsed.machine is None:
         raise ConfigError("found --calibrate without --machine; name the machine that the runs ran on")
@@ -275,17 +275,17 @@ def describe(job: JobDescription, path: str, others: Sequence[str], parsed: argp
     machine, measured = read_machine(parsed.machine), read_all([path, *others], job)
     found = fit(measured, machine)
     fitted = fitted_machine(machine, found)
-    lines = [*table(found, measured, machine), "", *_misses(measured, fitted)]
+    lines = [*fitted_table(found, measured, machine), "", *_miss_lines(measured, fitted)]
     if parsed.out is not None:
-        save(
+        save_machine(
             parsed.out,
-            {**fitted.model_dump(mode="json"), "sources": sources(machine, measured), "name": Path(parsed.out).stem},
+            {**fitted.model_dump(mode="json"), "sources": with_runs(machine, measured), "name": Path(parsed.out).stem},
         )
         lines.append(f"  {'written':<22}{parsed.out}: {machine.name} with these efficiencies, for --machine")
     return lines
 
 
-def table(found: Mapping[str, Fitted], measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
+def fitted_table(found: Mapping[str, Fitted], measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
     runs = len({it.run for it in measured})
     yield f"{machine.name}, fitted to {len(measured)} steps of {runs} {'run' if runs == 1 else 'runs'}"
     yield f"  {'phase':<26}{'efficiency':>12}{'of communication':>18}{'error':>8}{'runs':>6}"
@@ -296,7 +296,7 @@ def table(found: Mapping[str, Fitted], measured: Sequence[Measured], machine: Ma
         yield "  * of one run the error is not known: it is taken to be this"
 
 
-def _misses(measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
+def _miss_lines(measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
     found = list(misses(measured, machine))
     if not found:
         yield "  every phase of every run is within 25% of what the fitted machine predicts"
@@ -306,6 +306,6 @@ def _misses(measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
         yield f"  and {len(found) - SHOWN} more"
 
 
-def sources(machine: Machine, measured: Sequence[Measured]) -> list[str]:
+def with_runs(machine: Machine, measured: Sequence[Measured]) -> list[str]:
     runs = ", ".join(dict.fromkeys(Path(it.run).name for it in measured))
     return [*machine.sources, f"efficiency and spread: `hpcrl plan --calibrate` of {runs}"]

@@ -394,14 +394,14 @@ def whole_numbers(shape: ModelShape) -> int:
 SAMPLED = 0.9  # the tokens of an engine's sequences are those of few quantiles, which may be fewer than the mean says
 
 
-def least(times: JobTimes) -> list[Timed]:
+def least_phases(times: JobTimes) -> list[Timed]:
     """Phases with less than their costs, after the machine's efficiency; the shortest ones are left out."""
     found = []
     for phase in times.job.phases:
         if phase.name == "rollout":
-            name, seconds = "gen", _generation(times)
+            name, seconds = "gen", _least_generation(times)
         elif phase.kind in ("forward", "train"):
-            name, seconds = phase.name, _pass(times, phase)
+            name, seconds = phase.name, _least_pass(times, phase)
         elif phase.kind == "refit":
             name, seconds = "update_weights", 0.0
         else:
@@ -411,7 +411,7 @@ def least(times: JobTimes) -> list[Timed]:
     return found
 
 
-def _pass(times: JobTimes, phase: Phase) -> float:
+def _least_pass(times: JobTimes, phase: Phase) -> float:
     """All operations, at the full rate of all ranks."""
     model, lengths = times.pass_model(phase.role, phase), times.lengths
     epochs, factor, attended = 1.0, 1.0, 1.0
@@ -435,7 +435,7 @@ def _operations(model: PassModel) -> tuple[float, float, float]:
     return without - 2.0 * width, with_head - without, width
 
 
-def _generation(times: JobTimes) -> float:
+def _least_generation(times: JobTimes) -> float:
     """Each decode step reads the weights that a token uses, and there are at least as many as the longest response has
     tokens; the KV cache is read besides."""
     engine, lengths, derived = times.engine, times.lengths, times.job.derived
@@ -446,12 +446,12 @@ def _generation(times: JobTimes) -> float:
     else:
         longest = math.floor(lengths.longest(derived.samples_per_step))
         num_steps = max(longest, SAMPLED * sequences * lengths.response / min(most, max(1.0, sequences)))
-    computing, moving = _token(engine)
+    computing, moving = _token_seconds(engine)
     steps = max(num_steps * moving, SAMPLED * sequences * lengths.response * computing)
     return steps + engine.cached(sequences, lengths).seconds
 
 
-def _token(engine: Engine) -> tuple[float, float]:
+def _token_seconds(engine: Engine) -> tuple[float, float]:
     """Seconds of the operations of a token, and of reading the weights that it uses."""
     model = engine.model
     per_token, per_output, _ = _operations(model)

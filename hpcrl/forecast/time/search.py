@@ -35,7 +35,7 @@ from hpcrl.forecast.memory.memory import Row, TrainingPlan, with_keys
 from hpcrl.forecast.time.candidates import Candidate, Choice, Memo, Probe, Split, families, least_split, undominated
 from hpcrl.forecast.time.cost import fitted
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.phases import JobTimes, Timed, least
+from hpcrl.forecast.time.phases import JobTimes, Timed, least_phases
 from hpcrl.forecast.time.space import Keys, Placement, Space
 from hpcrl.forecast.time.step import Prediction, lower_bound, predict
 from hpcrl.machine.machine_file import Machine
@@ -257,7 +257,9 @@ class Search:
             config = with_keys(self.space.base.config, {"async_training.mode": frame.placement.mode})
             ranks = tuple(range(first, first + count))
             probe = Probe(config, self.space.own_roles, base=self.space.base, role=role, ranks=ranks)
-            self._floors[key] = self._split(probe, least(JobTimes(probe, self.machine, self.lengths)), exact=False)
+            self._floors[key] = self._split(
+                probe, least_phases(JobTimes(probe, self.machine, self.lengths)), exact=False
+            )
         return self._floors[key]
 
     def _choices_of(self, role: str, placement: Placement, common: Keys, most: float = math.inf) -> list[Choice]:

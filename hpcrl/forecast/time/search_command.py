@@ -26,7 +26,7 @@ from hpcrl.forecast.time.table import lengths_of, limits
 from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
-from hpcrl.sandbox.new_files import draft_of, read_json
+from hpcrl.sandbox.new_files import draft_of, read_json_or
 
 OBJECTIVES = ("step", "walltime", "node-hours")
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -121,7 +121,7 @@ class Asked:
     @cached_property
     def measured(self) -> Mapping[str, float]:
         """What the run's slices have measured, if there were some."""
-        found = read_json(run_directory(self.config) / "times.json", {})
+        found = read_json_or(run_directory(self.config) / "times.json", {})
         return {name: value for name, value in found.items() if type(value) in (int, float)}
 
     @property

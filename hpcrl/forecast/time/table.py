@@ -15,7 +15,7 @@ from hpcrl.forecast.memory.memory import TrainingPlan
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.step import Prediction, Span, predict
 from hpcrl.machine.machine_file import Machine, read_machine
-from hpcrl.observe.trace.command import write as write_trace
+from hpcrl.observe.trace.command import write_trace
 from hpcrl.observe.trace.perfetto import Event, Slice, complete, process_name, track_names
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import format_spans
@@ -64,8 +64,8 @@ def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
         "",
         title,
         *([] if caveat is None else [f"  {caveat}"]),
-        *rows(prediction, machine),
-        *summary(job, prediction),
+        *phase_rows(prediction, machine),
+        *summary_rows(job, prediction),
         *_written(job, prediction, machine, parsed.timeline),
     ]
 
@@ -92,7 +92,7 @@ def lengths_of(job: TrainingPlan, text: str | None) -> Lengths:
         raise ConfigError(why) from None
 
 
-def rows(prediction: Prediction, machine: Machine) -> Iterator[str]:
+def phase_rows(prediction: Prediction, machine: Machine) -> Iterator[str]:
     yield f"  {'phase':<26}{'seconds':>10}{'share':>8}  limited by"
     for name, seconds in prediction.phases.items():
         share = seconds / prediction.seconds
@@ -107,7 +107,7 @@ def limits(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{kind} {share:.0%}" for kind, share in largest if share >= LEAST) or "-"
 
 
-def summary(job: TrainingPlan, prediction: Prediction) -> Iterator[str]:
+def summary_rows(job: TrainingPlan, prediction: Prediction) -> Iterator[str]:
     size, what = job.derived.world_size, "GPU" if job.on_gpu else "rank"
     yield f"  {'tokens/s per ' + what:<26}{prediction.tokens_per_second / size:>10.4g}"
     steps, config = job.config.trainer.total_training_steps, job.config
@@ -126,7 +126,7 @@ LETTER = 0.066  # inches, of a label
 LEGEND_COLUMNS = 3
 
 
-def draw(path: Path, title: str, prediction: Prediction) -> None:
+def draw_timeline(path: Path, title: str, prediction: Prediction) -> None:
     """Draw the spans. Raises ImportError without matplotlib."""
     import matplotlib
 
@@ -147,7 +147,7 @@ def draw(path: Path, title: str, prediction: Prediction) -> None:
             length = span.end - span.start
             axes.barh(place, length, 0.8, span.start, color=colors[_phase(span)], edgecolor="black", linewidth=0.4)
             after = min((other.start for other in mine if other.start >= span.end), default=last)
-            for text, at, align in labels(span, after, last):
+            for text, at, align in bar_labels(span, after, last):
                 axes.text(at, place, text, ha=align, va="center", fontsize=8)
     for end in ends_of_steps(spans, prediction.roles):
         axes.axvline(end, color="black", linewidth=0.8, linestyle="--")
@@ -180,7 +180,7 @@ def rows_of(spans: Sequence[Span], roles: Mapping[str, str]) -> list[tuple[str, 
     return [(f"{role}\nrank{'s'[: len(ranks[role]) > 1]} {format_spans(ranks[role])}", rows[role]) for role in rows]
 
 
-def labels(span: Span, after: float, last: float) -> list[tuple[str, float, str]]:
+def bar_labels(span: Span, after: float, last: float) -> list[tuple[str, float, str]]:
     """The text of a bar, its place in seconds and its alignment; none if there is no room in the bar, nor beside it.
 
     after: when the next bar of the row begins. last: the end of the axis.
@@ -214,7 +214,7 @@ def _described(phase: str, prediction: Prediction) -> str:
     return f"{phase} {prediction.phases[phase]:.3g} s: {limits(prediction.parts[phase])}"
 
 
-SUFFIXES = (".png", ".json")
+TIMELINE_SUFFIXES = (".png", ".json")
 
 
 class Track(NamedTuple):
@@ -227,8 +227,8 @@ class Track(NamedTuple):
 def check_timelines(names: Sequence[str]) -> None:
     """Raise ConfigError, one line, for a file that cannot be written."""
     for path in map(Path, names):
-        if path.suffix not in SUFFIXES:
-            raise ConfigError(f"found --timeline {path}; expected a file that ends in {' or '.join(SUFFIXES)}")
+        if path.suffix not in TIMELINE_SUFFIXES:
+            raise ConfigError(f"found --timeline {path}; expected a file that ends in {' or '.join(TIMELINE_SUFFIXES)}")
         if not path.parent.is_dir():
             raise ConfigError(f"found --timeline {path}, but there is no folder {path.parent}; create it first")
 
@@ -237,10 +237,10 @@ def write_timeline(path: Path, title: str, prediction: Prediction) -> str:
     """Write the file; return a line that says what it is. Raises InputError, one line."""
     if path.suffix == ".json":
         metadata = {"title": title, "source": "hpcrl plan --machine", "seconds_per_step": prediction.seconds}
-        write_trace(path, events(title, prediction), metadata)
+        write_trace(path, timeline_events(title, prediction), metadata)
         return f"{path}: open it at https://ui.perfetto.dev"
     try:
-        draw(path, title, prediction)
+        draw_timeline(path, title, prediction)
     except ImportError:
         raise InputError(
             f"--timeline {path} needs matplotlib, which is not installed here; install it, or name a .json file"
@@ -262,7 +262,7 @@ def tracks(spans: Sequence[Span]) -> list[Track]:
     return [Track(tuple(ranks), [spans[number] for number in numbers]) for numbers, ranks in groups.items()]
 
 
-def events(title: str, prediction: Prediction) -> Iterator[Event]:
+def timeline_events(title: str, prediction: Prediction) -> Iterator[Event]:
     """Events in Chrome's trace event format: a track for each group of ranks, and what limits each phase."""
     yield process_name(1, title)
     for tid, track in enumerate(tracks(prediction.spans), 1):

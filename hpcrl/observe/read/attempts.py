@@ -22,11 +22,11 @@ from hpcrl.observe.read.logs import BatchSlice, LogLine, shorten
 from hpcrl.runtime import exits
 from hpcrl.sandbox.foreign_files import is_folder, open_file
 
-FOLDER = "tensorboard"
-MOST_BYTES = 512 * 2**20  # of a file; larger ones are not read
+EVENT_FOLDER = "tensorboard"
+MOST_EVENT_BYTES = 512 * 2**20  # of a file; larger ones are not read
 LONGEST_RECORD = 64 * 2**20
 
-_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.(.+)\.\d+\.\d+")
+_EVENT_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.(.+)\.\d+\.\d+")
 _LENGTH = struct.Struct("<Q")
 _TIME = struct.Struct("<d")
 _SUMMARY = 0x2A  # tag of Event.summary
@@ -48,13 +48,15 @@ class EventFile:
 def event_files(run: Path) -> list[EventFile]:
     """The event files of all starts, in the order in which they were opened: also those in `attempt_<n>`, which the
     next start without a checkpoint has set aside. Files that cannot be read have no steps."""
-    folders = [folder for folder in (run / FOLDER, *run.glob(f"attempt_*/{FOLDER}")) if is_folder(folder, run)]
-    named = ((_NAME.fullmatch(path.name), path) for folder in folders for path in folder.glob("*tfevents*"))
-    found = (_read(path, run, int(name[1]), name[2]) for name, path in named if name)
+    folders = [
+        folder for folder in (run / EVENT_FOLDER, *run.glob(f"attempt_*/{EVENT_FOLDER}")) if is_folder(folder, run)
+    ]
+    named = ((_EVENT_NAME.fullmatch(path.name), path) for folder in folders for path in folder.glob("*tfevents*"))
+    found = (_read_event_file(path, run, int(name[1]), name[2]) for name, path in named if name)
     return sorted(found, key=lambda file: file.opened)
 
 
-def _read(path: Path, run: Path, opened: int, host: str) -> EventFile:
+def _read_event_file(path: Path, run: Path, opened: int, host: str) -> EventFile:
     first: tuple[int, float] | None = None
     last: tuple[int, float] | None = None
     try:
@@ -71,7 +73,7 @@ def _read(path: Path, run: Path, opened: int, host: str) -> EventFile:
 def _summaries(path: Path, run: Path) -> Iterator[tuple[int, float]]:
     """(step, time) of each summary of a training step, up to the first record that is torn. Those of step 0 are left
     out: it is also the step of what belongs to no step, such as the hyperparameters."""
-    with open_file(path, run, most=MOST_BYTES) as file:
+    with open_file(path, run, most=MOST_EVENT_BYTES) as file:
         while len(header := file.read(12)) == 12:
             (length,) = _LENGTH.unpack_from(header)
             if length > LONGEST_RECORD or len(payload := file.read(length)) < length:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.sandbox.foreign_files import is_folder, open_file
-from hpcrl.sandbox.new_files import read_json
+from hpcrl.sandbox.new_files import read_json_or
 
 MOST_BYTES = 16 * 2**20  # of one log that are read: its end
 MOST_BYTES_IN_ALL = 128 * 2**20
@@ -138,7 +138,7 @@ def batch_slices(run: Path) -> list[BatchSlice]:
 def output_files(run: Path) -> list[Path]:
     """In the run's folder; of an element of an array, in the folder of the array, which chain.json names."""
     paths = sorted(run.glob("slurm-*.out"))
-    links = read_json(run / "chain.json", {}).get("links")
+    links = read_json_or(run / "chain.json", {}).get("links")
     for link in links if isinstance(links, list) else []:
         try:
             elements = [Path(element).name for element in link["runs"]]

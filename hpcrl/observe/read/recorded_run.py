@@ -27,7 +27,7 @@ from hpcrl.observe.read.token_text import read_config
 from hpcrl.runtime import rank_status
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import is_folder, left_out, parse_json, read_text
-from hpcrl.sandbox.new_files import read_json
+from hpcrl.sandbox.new_files import read_json_or
 
 KNOWN = ("metrics.jsonl", "tensorboard", "config.yaml", "logs", "rollouts", "exit.json", "checkpoints")
 VERDICT = "verdict.md"  # of hpcrl.runtime.watchdog, which imports mpi4py
@@ -106,7 +106,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
     notes: list[str] = []
     log = _metrics(folder, notes)
     rank_0, lines = _log_lines(folder, notes)
-    slices = [part for part in read_json(folder / "slices.json", []) if isinstance(part, dict)]
+    slices = [part for part in read_json_or(folder / "slices.json", []) if isinstance(part, dict)]
     outputs = batch_slices(folder)
     story = attempts(
         rank_0,
@@ -114,7 +114,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
         event_files(folder),
         slices,
         outputs,
-        read_json(folder / "exit.json", {}),
+        read_json_or(folder / "exit.json", {}),
         last_sign(folder),
     )
     if story and not outputs:
@@ -128,7 +128,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
         folder=folder.absolute(),
         log=log,
         config=config,
-        times=read_json(folder / "times.json", {}),
+        times=read_json_or(folder / "times.json", {}),
         attempts=story,
         warnings=group_warnings(lines),
         hangs=list(_hangs(folder)),
@@ -243,7 +243,7 @@ def _checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
     paths = place.glob("step_*") if is_folder(place, folder) else ()
     found = sorted(path for path in paths if path.name[5:].isdigit() and is_folder(path, folder))
     for path in found[-MOST_CHECKPOINTS:]:
-        files = read_json(path / "manifest.json", {}, folder).get("files")
+        files = read_json_or(path / "manifest.json", {}, folder).get("files")
         try:
             gib = sum(int(entry["bytes"]) for entry in files) / 2**30
         except (TypeError, KeyError, ValueError):

@@ -187,7 +187,7 @@ class SeedMean(RunLog):
         return [row[key] for row in self.deviations.values() if key in row]
 
 
-def stem(name: str) -> str:
+def without_seed_number(name: str) -> str:
     """The name of a run without the number at its end: grpo_3 -> grpo."""
     return re.sub(r"_?\d+$", "", name) or name
 
@@ -196,7 +196,7 @@ def over_seeds(runs: Sequence[RunLog]) -> list[RunLog]:
     """Runs whose names differ in the number at their end only, as one."""
     groups: dict[str, list[RunLog]] = {}
     for run in runs:
-        groups.setdefault(stem(run.name), []).append(run)
+        groups.setdefault(without_seed_number(run.name), []).append(run)
     return [seed_mean(name, group) for name, group in groups.items()]
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcrl.observe.read.recorded_run import RecordedRun
-from hpcrl.observe.read.runlog import RunLog, SeedMean, seed_mean, stem
+from hpcrl.observe.read.runlog import RunLog, SeedMean, seed_mean, without_seed_number
 from hpcrl.observe.record.archive import read_records
-from hpcrl.observe.trace.records import FOLDER, TraceError, decode
+from hpcrl.observe.trace.records import TRACE_FOLDER, TraceError, decode
 
 MOST_POINTS, POINTS_IN_ALL = 2000, 7000  # of one curve, of all; of longer runs, evenly spaced steps are shown
 FEWEST_POINTS = 100
@@ -98,7 +98,7 @@ def group_seeds(runs: Sequence[RecordedRun], by_name: bool = False) -> list[tupl
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
         config = {key: str(value) for key, value in run.config.items() if key not in NAMING}
-        key = stem(run.name) if by_name or not config else frozenset(config.items())
+        key = without_seed_number(run.name) if by_name or not config else frozenset(config.items())
         groups.setdefault(key, []).append(index)
     names = [runs[found[0]].name if len(found) == 1 else _shared(runs, found) for found in groups.values()]
     return [
@@ -108,7 +108,7 @@ def group_seeds(runs: Sequence[RecordedRun], by_name: bool = False) -> list[tupl
 
 
 def _shared(runs: Sequence[RecordedRun], found: Sequence[int]) -> str:
-    stems = list(dict.fromkeys(stem(runs[index].name) for index in found))
+    stems = list(dict.fromkeys(without_seed_number(runs[index].name) for index in found))
     return f"{' + '.join(stems[:3])} ({len(found)} seeds)"
 
 
@@ -209,7 +209,7 @@ def busy_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
 
 
 MOST_RANKS = 64  # rows of the heat map: evenly spaced ranks, and those that were reported as slow
-MOST_BYTES = 256 * 2**20  # of the files that are read
+MOST_TRACE_BYTES = 256 * 2**20  # of the files that are read
 
 
 @dataclass
@@ -224,26 +224,26 @@ class RankTimes:
 
 def rank_times(run: Path, slow: Sequence[int], notes: list[str]) -> list[RankTimes]:
     """The times of the ranks, in their order; [] for a run without traces. `slow`: ranks that must be among them."""
-    named = {path.stem.removeprefix("rank_"): path for path in (run / FOLDER).glob("rank_*.log")}
-    paths = {int(number): path for number, path in named.items() if number.isdecimal()}
+    named = {path.stem.removeprefix("rank_"): path for path in (run / TRACE_FOLDER).glob("rank_*.log")}
+    paths = {int(digits): path for digits, path in named.items() if digits.isdecimal()}
     ranks = sorted(paths)
     chosen = {ranks[index] for index in evenly_spaced(len(ranks), MOST_RANKS)} | (set(slow) & set(ranks))
     if len(chosen) < len(ranks):
         notes.append(f"busy time: {len(chosen)} of {len(ranks)} ranks are shown")
     found: list[RankTimes] = []
-    left = MOST_BYTES
+    left = MOST_TRACE_BYTES
     for rank in sorted(chosen, key=lambda rank: (rank not in slow, rank)):
         left -= paths[rank].lstat().st_size
         if left < 0:
             notes.append(f"busy time: traces of {len(chosen) - len(found)} ranks are not read, which are too large")
             break
-        times = _read(rank, paths[rank], run, notes)
+        times = _read_rank(rank, paths[rank], run, notes)
         if times.busy:
             found.append(times)
     return sorted(found, key=lambda times: times.rank)
 
 
-def _read(rank: int, path: Path, run: Path, notes: list[str]) -> RankTimes:
+def _read_rank(rank: int, path: Path, run: Path, notes: list[str]) -> RankTimes:
     times = RankTimes(rank, "")
     try:
         for record in read_records(path, lambda line: None, run):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpcrl.observe.read.logs import WarningGroup, shorten
-from hpcrl.observe.read.recorded_run import RecordedRun
+from hpcrl.observe.read.recorded_run import RecordedRun, read_recorded_runs
 from hpcrl.observe.record.progress import duration
 from hpcrl.observe.report.charts import (
     RankTimes,
@@ -217,7 +217,7 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
+def report_main(arguments: Sequence[str]) -> NoReturn:
     parser = ArgumentParser(
         prog="hpcrl report",
         description="What the folders of runs hold, as one HTML page that opens from disk: curves, times, slices, "
@@ -241,8 +241,6 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> int:
     """Write the page of the runs; returns its size in bytes. Raises InputError, one line."""
-    from hpcrl.observe.read.recorded_run import read_recorded_runs
-
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out}: expected a file in a folder that exists")
     found = read_recorded_runs(runs)

@@ -26,7 +26,7 @@ MOST_NAMES = 12  # in the legend, those with most time
 WAITING = "#d0d0d0"
 
 
-def draw(events: list[Event], path: Path, title: str) -> None:
+def draw_trace(events: list[Event], path: Path, title: str) -> None:
     """Draw commands, phases, waits and background work of the first tracks, and arrows for transfers."""
     import matplotlib
 
@@ -120,9 +120,9 @@ def export(
     else:
         events = of_metrics(run, (first, last) if step is not None else None, files.steps, metadata)
     drawn: list[Event] | None = [] if png is not None else None
-    count = write(out, events, metadata, drawn)
+    count = write_trace(out, events, metadata, drawn)
     if png is not None and drawn is not None:
-        draw(drawn, png, f"{run.name}, step {metadata['steps']}")
+        draw_trace(drawn, png, f"{run.name}, step {metadata['steps']}")
     described = f"{out}: step {metadata['steps']}, {count} events from {metadata['source']}"
     return f"{described}; open it at https://ui.perfetto.dev"
 
@@ -195,7 +195,7 @@ def of_metrics(
     return phases_of(rows, steps, {step: stragglers_of(run, step) for step in steps})
 
 
-def write(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: list[Event] | None = None) -> int:
+def write_trace(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: list[Event] | None = None) -> int:
     """Write the file, whole or not at all; `metadata` is read after the last event. Returns the number of events.
 
     drawn: gets the events."""

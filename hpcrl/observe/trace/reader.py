@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcrl.observe.record.archive import read_records
-from hpcrl.observe.trace.records import FOLDER, Alignment, StepRecord, TraceError, decode
+from hpcrl.observe.trace.records import TRACE_FOLDER, Alignment, StepRecord, TraceError, decode
 from hpcrl.sandbox.foreign_files import parse_json, read_text
 
 MARGIN = 1.0  # seconds by which a clock may be wrong before it is corrected
@@ -80,7 +80,7 @@ class TraceFiles:
         self._run = run
         self._paths = {
             int(path.stem.removeprefix("rank_")): path
-            for path in sorted((run / FOLDER).glob("rank_*.log"))
+            for path in sorted((run / TRACE_FOLDER).glob("rank_*.log"))
             if path.stem.removeprefix("rank_").isdecimal()
         }
         self._report = report

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 ROUND_TRIPS = 10
-TAG = 7  # on the communicator of commands, results and rows
+CLOCK_TAG = 7  # on the communicator of commands, results and rows
 _TIME = struct.Struct("<d")
 
 
@@ -76,17 +76,17 @@ class ClockAligner:
     def _ask(self, rank: int) -> tuple[float, float]:
         """(offset, error) by one round trip."""
         answer = bytearray(_TIME.size)
-        arrived = self._comm.Irecv(answer, source=rank, tag=TAG)
+        arrived = self._comm.Irecv(answer, source=rank, tag=CLOCK_TAG)
         sent_at = self._clock()
-        wait(self._comm.Isend(bytearray(1), dest=rank, tag=TAG))
+        wait(self._comm.Isend(bytearray(1), dest=rank, tag=CLOCK_TAG))
         wait(arrived)
         back_at = self._clock()
         (other,) = _TIME.unpack(answer)
         return other - (sent_at + back_at) / 2, (back_at - sent_at) / 2
 
     def _answer(self) -> None:
-        wait(self._comm.Irecv(bytearray(1), source=0, tag=TAG))
-        wait(self._comm.Isend(_TIME.pack(self._clock()), dest=0, tag=TAG))
+        wait(self._comm.Irecv(bytearray(1), source=0, tag=CLOCK_TAG))
+        wait(self._comm.Isend(_TIME.pack(self._clock()), dest=0, tag=CLOCK_TAG))
 
 
 def kernel_id() -> str:
@@ -97,7 +97,7 @@ def kernel_id() -> str:
         return socket.gethostname()
 
 
-FOLDER = "trace"  # below the run directory
+TRACE_FOLDER = "trace"  # below the run directory
 SCHEMA = 1
 STEP = "controller.step"  # the span of a step on rank 0
 
@@ -109,7 +109,7 @@ class TraceError(ValueError):
 
 
 def trace_path(run: Path, rank: int) -> Path:
-    return run / FOLDER / f"rank_{rank:05d}.log"
+    return run / TRACE_FOLDER / f"rank_{rank:05d}.log"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, EngineConfig
 from hpcrl.model.build import DTYPES
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.cache_layout import kv_cache_bytes
@@ -15,8 +15,6 @@ from hpcrl.runtime.groups import RoleGroups
 
 if TYPE_CHECKING:
     import torch
-
-    from hpcrl.config.schema import EngineConfig
 
 
 def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:

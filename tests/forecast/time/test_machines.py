@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.config import yaml_core
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.machine.machine_file import MACHINES, check_target, read_machine, save
+from hpcrl.machine.machine_file import MACHINES, check_target, read_machine, save_machine
 
 NAMES = sorted(path.stem for path in MACHINES.glob("*.yaml"))
 
@@ -89,7 +89,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     path = str(tmp_path / "mine.yaml")
     figures = {key: value for key, value in tree().items() if key != "name"}
     figures["links"]["group"] = {"2": 0.123456, "8": 0.5}
-    assert save(path, figures) == path
+    assert save_machine(path, figures) == path
     machine = read_machine(path)
     assert machine.name == "mine" and machine.links.group == {2: 0.123, 8: 0.5}
     assert machine.device.matmul["bfloat16"].flops == pytest.approx(989.4e12, rel=1e-3)
@@ -101,7 +101,7 @@ def test_figures_that_cannot_be_leave_the_file(tmp_path: Path) -> None:
     figures = tree()
     figures["node"]["write"] = 0.0
     with pytest.raises(ConfigError) as error:
-        save(str(path), figures)
+        save_machine(str(path), figures)
     assert "node.write" in one_line(error)
     assert path.read_text() == "before" and [entry.name for entry in tmp_path.iterdir()] == ["mine.yaml"]
 

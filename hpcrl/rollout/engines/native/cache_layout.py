@@ -60,13 +60,13 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-def num_blocks(shape: ModelShape, tp_size: int, itemsize: int, kv_cache_bytes: int, max_model_len: int) -> int:
+def num_blocks(shape: ModelShape, tp_size: int, itemsize: int, cache_bytes: int, max_model_len: int) -> int:
     """Return how many blocks fit. Raises InputError if a single sequence of `max_model_len` tokens does not fit."""
     each, needed = block_bytes(shape, tp_size, itemsize), blocks_for(max_model_len)
-    found = kv_cache_bytes // each
+    found = cache_bytes // each
     if found < needed:
         raise InputError(
-            f"the KV cache of {kv_cache_bytes:,} bytes holds {found * BLOCK_SIZE} tokens, but one sequence of "
+            f"the KV cache of {cache_bytes:,} bytes holds {found * BLOCK_SIZE} tokens, but one sequence of "
             f"max_model_len={max_model_len} needs {needed * each:,} bytes; raise kv_cache_gib or "
             "gpu_memory_utilization (of rollout, or of reward.judge for a judge), or shorten prompts and responses"
         )

@@ -106,17 +106,17 @@ class DecodeState:
         self._changed.append(places[differ])
 
 
-SIZE_STEP = 16
+GRAPH_SIZE_STEP = 16
 
 
 def graph_size(rows: int) -> int:
     """Return the rows of the smallest graph for `rows` rows: 1, 2, 4, 8, 16, and from there steps of 16."""
-    if rows < SIZE_STEP:
+    if rows < GRAPH_SIZE_STEP:
         return 1 << (rows - 1).bit_length()
-    return -(-rows // SIZE_STEP) * SIZE_STEP
+    return -(-rows // GRAPH_SIZE_STEP) * GRAPH_SIZE_STEP
 
 
-class _Key(NamedTuple):
+class _GraphKey(NamedTuple):
     """What a graph depends on."""
 
     size: int
@@ -141,7 +141,7 @@ class DecodeGraphs:
 
     def __init__(self, run: Callable[[int, SamplingParams], Tensor], state: Tensor) -> None:
         self._run, self._state = run, state
-        self._graphs: dict[_Key, _Graph] = {}
+        self._graphs: dict[_GraphKey, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         # Shared by all captures, because cuBLAS keeps a workspace of 32 MiB per stream.
         self._stream = torch.cuda.Stream()
@@ -157,7 +157,7 @@ class DecodeGraphs:
 
     def __call__(self, size: int, sampling: SamplingParams) -> Tensor:
         """Return what `run` returns; the next call overwrites it."""
-        key = _Key(size, sampling.temperature, sampling.top_k, sampling.top_p)
+        key = _GraphKey(size, sampling.temperature, sampling.top_k, sampling.top_p)
         if key not in self._graphs:
             self._graphs[key] = self._capture(size, sampling)
         graph = self._graphs[key]
