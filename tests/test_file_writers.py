@@ -15,7 +15,8 @@ runtime/events runtime/exits runtime/job runtime/rank_status runtime/run_owner r
 slurm/bundle slurm/submit workers/judge workers/weight_transfer
 """
 ELSEWHERE = {
-    "sandbox/new_files": "the place that opens files for the others, and a folder that mkdtemp has made",
+    "sandbox/new_files": "the place that opens files for the others",
+    "sandbox/fork_server": "in a folder that mkdtemp has made",
     "sandbox/isolation": "in the sandbox's own root, and /proc",
     "sandbox/process_tree": "/proc",
     "machine/measure": "a name with a random number",

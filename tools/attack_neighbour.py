@@ -38,8 +38,7 @@ from typing import NamedTuple
 import checkout  # noqa: F401
 import psutil
 
-from hpcrl.machine.listeners import LAUNCHERS
-from hpcrl.runtime.sockets import Address, addresses_of_listening, socket_inodes
+from hpcrl.runtime.sockets import LAUNCHERS, Address, addresses_of_listening, socket_inodes
 
 PAUSE = 0.005  # seconds between two attacks
 TICK = 0.05  # seconds between two looks at the job's processes

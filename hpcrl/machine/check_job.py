@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from hpcrl.machine.check import GIB, Finding, report
-from hpcrl.machine.listeners import Listener, OpenedSockets, grouped
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name, version_of
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively, wait, wait_all
 from hpcrl.runtime.rank_status import RankStatus
+from hpcrl.runtime.sockets import Listener, OpenedSockets, grouped
 from hpcrl.runtime.store import own_address
 from hpcrl.runtime.watchdog import format_ranks
 from hpcrl.runtime.world import World, abort, finish, finish_with_error, set_torch_precision, start_mpi, start_torch

@@ -34,7 +34,7 @@ from hpcrl.runtime.world import (
     start_mpi,
     start_torch,
 )
-from hpcrl.sandbox import fork_server, new_files
+from hpcrl.sandbox import fork_server
 from hpcrl.sandbox.foreign_files import ERRORS, printable
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run_spmd(
     ends_at = end_of_allocation(os.environ) if is_first_launched(os.environ) else None
     os.umask(PRIVATE)  # a run directory holds data and weights; child processes inherit the mask
     fork_server.start()
-    new_files.set_compiler_cache()
+    fork_server.set_compiler_cache()
     tempfile.tempdir = util.get_temp_dir()  # of the rank: wandb, which megatron imports, leaves folders in it
     if stop is not None:
         stop.block_signals()  # again: multiprocessing unblocks SIGTERM and SIGINT

@@ -6,6 +6,12 @@ The server preloads this module. Batch systems send signals to every process of 
 children start with the defaults and an empty mask, so that they can be terminated, and `worker.supervise` installs its
 own handlers. A rank that was killed removes no files. Its temporary files are removed when the server ends, which is
 when the rank and all of its children have ended.
+
+The folder for temporary files of a rank and its children is multiprocessing's, which children inherit: `pymp-<random>`
+in the system's folder for temporary files, for its user only. Its file `processes` has a line for the rank and one for
+the server. If the server was killed as well as the rank, the user's next start on this host removes the folder.
+
+Imported in children: standard library only.
 """
 
 from __future__ import annotations
@@ -15,15 +21,18 @@ import multiprocessing
 import os
 import shutil
 import signal
+import stat
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
 
-from hpcrl.sandbox import new_files
-from hpcrl.sandbox.process_tree import STEP_SIGNALS, STOP_SIGNALS
+from hpcrl.sandbox.process_tree import STEP_SIGNALS, STOP_SIGNALS, boot_id, pid_namespace, process_runs, started_at
 
 LAUNCHER_PREFIXES = ("PMI_", "PMI2_", "PMIX", "PALS_", "OMPI_", "PRTE", "SLURM_", "MPICH", "MPIR_", "MPI_", "HYDRA")
 FOLDER = "HPCRL_CHILDREN_FOLDER"  # an environment variable of the server only
@@ -45,7 +54,7 @@ def start() -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     # by default the server imports the program's main module
     context().set_forkserver_preload([__name__])
-    os.environ[FOLDER] = new_files.make_temporary_folder()
+    os.environ[FOLDER] = make_temporary_folder()
     try:
         for name in full.keys() - without_launcher_variables(full).keys():
             del os.environ[name]
@@ -110,7 +119,7 @@ def _run(umask: int | None, target: Callable[..., Any], args: tuple[Any, ...]) -
 def _prepare_server() -> None:
     """Make this process, which is the server, ignore signals and remove files."""
     folder, server = os.environ.pop(FOLDER), os.getpid()
-    new_files.keep_temporary_folder(folder)
+    keep_temporary_folder(folder)
     os.setpgid(0, 0)  # MPICH's launcher ends an aborted job by killing the ranks' process groups
 
     def remove_folder() -> None:
@@ -128,6 +137,95 @@ def _prepare_server() -> None:
     for signum in STEP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     os.register_at_fork(after_in_child=restore_signals)
+
+
+PROCESSES_FILE = "processes"  # in the folder
+SECONDS_TO_START = 3600.0  # from the start of mpiexec to the end of its ranks' MPI_Init, at most
+CLOCK_ERROR = 60.0  # seconds by which the clock may have been corrected since a process began
+
+
+def make_temporary_folder() -> str:
+    """Make this rank's folder, and remove those whose processes have ended. Returns its path."""
+    folder = util.get_temp_dir()
+    keep_temporary_folder(folder)
+    remove_leftovers(os.path.dirname(folder))
+    remove_leftovers_of_mpiexec()
+    return folder
+
+
+def set_compiler_cache() -> None:
+    """Set the folder in which torch.compile looks for code to run: torch's own choice, which other users can guess and
+    make first, unless it is not only this user's. Then it is in this rank's folder, and nothing is reused."""
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    import getpass  # here, because child processes import this module
+
+    folder = os.path.join(util.get_temp_dir(), "compiled")
+    with suppress(OSError, KeyError):  # a user without a name
+        usual = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        with suppress(FileExistsError):
+            os.mkdir(usual, 0o700)
+        found = os.lstat(usual)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            folder = usual
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+
+
+def keep_temporary_folder(folder: str) -> None:
+    """Keep the folder as long as this process runs."""
+    with suppress(OSError), open(os.path.join(folder, PROCESSES_FILE), "a") as file:
+        file.write(f"{boot_id()} {pid_namespace()} {os.getpid()} {started_at(os.getpid())}\n")
+
+
+def remove_leftovers(parent: str) -> None:
+    """Remove folders in `parent` that were this user's and that no process uses any more."""
+    with suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith("pymp-"):
+                with suppress(OSError, ValueError):
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and _is_left(entry.path):
+                        shutil.rmtree(entry.path, ignore_errors=True)  # follows no link
+
+
+def remove_leftovers_of_mpiexec(parent: str = "/tmp") -> None:
+    """Remove the descriptions of the node that MPICH's mpiexec, which ignores TMPDIR, has left when it was killed.
+
+    A proxy of mpiexec writes one after it has started, and its ranks read it in MPI_Init. So it is left over if it is
+    old (proxies in other containers cannot be seen), and no proxy of the user began before it.
+    """
+    with suppress(OSError), os.scandir(parent) as entries:
+        found = [(e.path, e.stat(follow_symlinks=False)) for e in entries if e.name.startswith("hydra_hwloc_xmlfile_")]
+        latest = time.time() - SECONDS_TO_START
+        left = [(path, of.st_mtime) for path, of in found if of.st_uid == os.geteuid() and of.st_mtime < latest]
+        began = min(map(_began, _proxies()), default=latest) if left else latest
+        for path, written in left:
+            if written < began - CLOCK_ERROR:
+                with suppress(OSError):
+                    os.unlink(path)
+
+
+def _proxies() -> Iterator[int]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/comm") as file:
+            if file.read() == "hydra_pmi_proxy\n":
+                yield int(name)
+
+
+def _began(pid: int) -> float:
+    """Seconds since 1970; now, for a process that has ended."""
+    ticks = started_at(pid)
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.time() - (now - ticks / os.sysconf("SC_CLK_TCK") if ticks not in (None, -1) else 0.0)
+
+
+def _is_left(folder: str) -> bool:
+    """Whether all processes of a folder have ended, as far as this process can see them."""
+    with open(os.path.join(folder, PROCESSES_FILE)) as file:
+        lines = [line.split() for line in file]
+    return bool(lines) and all(
+        (boot, namespace) == (boot_id(), pid_namespace()) and process_runs(int(pid), int(started)) is False
+        for boot, namespace, pid, started in lines
+    )
 
 
 if FOLDER in os.environ:

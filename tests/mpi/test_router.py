@@ -19,7 +19,7 @@ from hpcrl.model.build import named_parameters
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE
 from hpcrl.rollout.engines.native.engine import NativeEngine
-from hpcrl.rollout.engines.tensorrt_llm.arguments import kv_bytes_per_token
+from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.workers.response_columns import response_columns
 from hpcrl.workers.response_stream import Response

@@ -133,7 +133,7 @@ def test_an_import_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_only_the_adapter_imports_the_package() -> None:
     for path in (REPOSITORY / "hpcrl").rglob("*.py"):
-        if path.parent == REPOSITORY / "hpcrl" / "rollout" / "tensorrt_llm":
+        if path.parent == REPOSITORY / "hpcrl" / "rollout" / "engines" / "tensorrt_llm":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

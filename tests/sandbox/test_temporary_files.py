@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from hpcrl.sandbox import new_files
+from hpcrl.sandbox import fork_server
 from hpcrl.sandbox.process_tree import boot_id, pid_namespace
 from tests.other_user import OTHER
 from tests.runtime.conftest import start  # noqa: F401  # fixture
@@ -76,31 +76,31 @@ def test_leftovers_of_killed_jobs_are_removed(start: Callable, tmp_path: Path) -
     victim.mkdir()
     (killed / "link").symlink_to(victim)
 
-    ended = (killed / new_files.PROCESSES_FILE).read_text()
+    ended = (killed / fork_server.PROCESSES_FILE).read_text()
     kept = {
         "pymp-no_record": None,
         "pymp-cut": ended[: len(ended) // 3],
         "pymp-other_boot": ended.replace(boot_id(), "0" * 8),
         "pymp-other_namespace": ended.replace(pid_namespace(), "pid:[1]"),
-        "pymp-server_runs": ended + (lives / new_files.PROCESSES_FILE).read_text(),
+        "pymp-server_runs": ended + (lives / fork_server.PROCESSES_FILE).read_text(),
         "other-name": ended,
     }
     for name, record in kept.items():
         (temporary / name).mkdir()
         if record is not None:
-            (temporary / name / new_files.PROCESSES_FILE).write_text(record)
-    (victim / new_files.PROCESSES_FILE).write_text(ended)
+            (temporary / name / fork_server.PROCESSES_FILE).write_text(record)
+    (victim / fork_server.PROCESSES_FILE).write_text(ended)
     (temporary / "pymp-link").symlink_to(victim)
     expected = {lives.name, *kept, "pymp-link"}
     if os.geteuid() == 0:
         (temporary / "pymp-of_another_user").mkdir()
-        (temporary / "pymp-of_another_user" / new_files.PROCESSES_FILE).write_text(ended)
+        (temporary / "pymp-of_another_user" / fork_server.PROCESSES_FILE).write_text(ended)
         os.chown(temporary / "pymp-of_another_user", OTHER.pw_uid, -1)
         expected.add("pymp-of_another_user")
 
     third, _ = begin(start, tmp_path)
     assert {path.name for path in temporary.iterdir()} == {third.name, *expected}
-    assert [path.name for path in victim.iterdir()] == [new_files.PROCESSES_FILE]
+    assert [path.name for path in victim.iterdir()] == [fork_server.PROCESSES_FILE]
     assert all(process.is_running() for process in its_processes)
 
 
@@ -110,7 +110,7 @@ def test_compiled_code_of_a_folder_that_others_can_write_to_is_not_used(tmp_path
     usual = Path(default_cache_dir())
 
     def chosen() -> Path:
-        new_files.set_compiler_cache()
+        fork_server.set_compiler_cache()
         return Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR"))
 
     assert chosen() == chosen() == usual and stat.S_IMODE(usual.stat().st_mode) == 0o700
@@ -129,22 +129,22 @@ def test_what_mpiexec_left_is_removed_unless_its_proxy_may_run(start: Callable, 
         return path
 
     def left() -> set[str]:
-        new_files.remove_leftovers_of_mpiexec(str(tmp_path))
+        fork_server.remove_leftovers_of_mpiexec(str(tmp_path))
         return {path.name[-1] for path in tmp_path.glob("hydra_hwloc_xmlfile_*")}
 
     (tmp_path / "hydra_pmi_proxy").symlink_to("/bin/sleep")
     proxy = start(tmp_path / "hydra_pmi_proxy", "1000")
-    while proxy.pid not in new_files._proxies():
+    while proxy.pid not in fork_server._proxies():
         assert proxy.poll() is None
-    monkeypatch.setattr(new_files, "_proxies", lambda: iter([proxy.pid]))  # others may be of other tests
+    monkeypatch.setattr(fork_server, "_proxies", lambda: iter([proxy.pid]))  # others may be of other tests
     make("hydra_hwloc_xmlfile_a", 3 * 3600)
     make("hydra_hwloc_xmlfile_b", 1800)
     (tmp_path / "hydra_hwloc_xmlfile_c").symlink_to(make("other", 3 * 3600))
     os.utime(tmp_path / "hydra_hwloc_xmlfile_c", (0, 0), follow_symlinks=False)
     assert left() == {"b"} and (tmp_path / "other").exists()
 
-    monkeypatch.setattr(new_files, "SECONDS_TO_START", -60.0)  # so that files of this moment are looked at
-    monkeypatch.setattr(new_files, "CLOCK_ERROR", 0.0)
+    monkeypatch.setattr(fork_server, "SECONDS_TO_START", -60.0)  # so that files of this moment are looked at
+    monkeypatch.setattr(fork_server, "CLOCK_ERROR", 0.0)
     make("hydra_hwloc_xmlfile_d", 0)
     assert left() == {"d"}
     proxy.kill()

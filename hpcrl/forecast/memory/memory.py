@@ -26,6 +26,7 @@ from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, blocks_for
+from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import ROW_MULTIPLE, Layout
 
@@ -359,8 +360,6 @@ class TrainingPlan:
         if rollout.engine == "native":
             free = None if self.capacity is None else max(0, self.capacity - taken)
             return native_kv_cache(rollout, shape, tp, itemsize, longest, free)
-        from hpcrl.rollout.engines.tensorrt_llm.arguments import kv_bytes_per_token  # needs numpy
-
         least = blocks_for(longest) * BLOCK_SIZE * kv_bytes_per_token(shape, tp, itemsize)
         most = rollout.max_num_seqs * least
         if rollout.kv_cache_gib is not None:

@@ -24,7 +24,7 @@ from hpcrl.runtime.exits import InputError
 
 ROOT = Path(__file__).parents[3]
 TEMPLATE = str(ROOT / "configs" / "ppo_70b.yaml")
-QWEN2_5_VL = ROOT / "tests" / "plan" / "qwen2_5_vl_7b"  # the published config.json, without weights
+QWEN2_5_VL = ROOT / "tests" / "forecast" / "memory" / "qwen2_5_vl_7b"  # the published config.json, without weights
 TOWER_PARAMETERS = 676_550_144
 LAYER = 8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672 + 2 * 8192  # matrices and norms
 VOCABULARY = 128256 * 8192

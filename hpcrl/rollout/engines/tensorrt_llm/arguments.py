@@ -19,17 +19,9 @@ from hpcrl.config.rules import TENSORRT_LLM_TOP_K, check_tensorrt_llm
 from hpcrl.config.schema import Config
 from hpcrl.model.families.config_json import CONFIG, read_shape
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.engines.tensorrt_llm.cache_layout import TOKENS_PER_BLOCK, kv_bytes_per_token
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
-
-TOKENS_PER_BLOCK = 32  # of its paged KV cache
-
-
-def kv_bytes_per_token(shape: ModelShape, tp_size: int, itemsize: int) -> int:
-    """Return the bytes of keys and values of a token on one rank in TensorRT-LLM, where a head cannot be split."""
-    heads = -(-shape.num_query_groups // tp_size)
-    return 2 * shape.num_layers * heads * shape.head_dim * itemsize
-
 
 SAMPLER = "TRTLLMSampler"
 NUM_LOG_PROBS = 1  # 0: 1.2.1 returns none
