@@ -121,7 +121,7 @@ class OnlineDpo(Train):
         return found
 
     def roles(self) -> list[RoleSpec]:
-        workers = {"actor": "online_dpo:OnlineDpoActorWorker", "ref": "preference:PairRefWorker"}
+        workers = {"actor": "preference:OnlineDpoActorWorker", "ref": "preference:PairRefWorker"}
         return [
             replace(spec, worker=f"hpcrl.workers.{workers[spec.name]}") if spec.name in workers else spec
             for spec in super().roles()

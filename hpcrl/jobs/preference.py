@@ -199,7 +199,7 @@ class Preference(PairsJob):
         return batch.union(run.controller[self.stands_for("ref")].compute_ref_log_prob(batch).get())
 
     def roles(self) -> list[RoleSpec]:
-        worker = "preference:PreferenceActorWorker" if self.loss.paired else "kto:KtoActorWorker"
+        worker = "preference:PreferenceActorWorker" if self.loss.paired else "preference:KtoActorWorker"
         actor = replace(ACTOR, worker=f"hpcrl.workers.{worker}")
         ref = replace(REF, worker="hpcrl.workers.preference:PreferenceRefWorker")
         data = RoleSpec("data", "hpcrl.workers.supervised:PreferenceDataWorker", on=("actor",))

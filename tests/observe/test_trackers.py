@@ -25,7 +25,7 @@ OFFLINE["experiment_name"] = "half \ud83d"  # which UTF-8 lacks
 NAME = r"half \ud83d"
 
 # Time for packages to load on a machine with few cores
-PATIENT = "from hpcrl.observe import trackers; trackers.FINISH_SECONDS = 120.0\n"
+PATIENT = "from hpcrl.observe.record import trackers; trackers.FINISH_SECONDS = 120.0\n"
 AFTER_STEP = """
 import os, signal, time
 import psutil
@@ -110,7 +110,7 @@ def test_the_slices_of_a_run_are_one_run_with_the_values_of_metrics_jsonl(tmp_pa
 
 @pytest.mark.slow
 def test_a_tracker_that_is_not_installed_ends_the_job_at_once(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    script = "from hpcrl.observe import trackers; trackers.find_spec = lambda name: None\n"
+    script = "from hpcrl.observe.record import trackers; trackers.find_spec = lambda name: None\n"
     assert train(tmp_path, 2, script=script, trainer=OFFLINE) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("hpcrl: error: trainer.logger names wandb, which is not installed")
@@ -139,7 +139,7 @@ import logging, sys, time
 from pathlib import Path
 from hpcrl.sandbox import fork_server
 fork_server.start()
-from hpcrl.observe import trackers
+from hpcrl.observe.record import trackers
 trackers.TRACKERS = dict.fromkeys(sys.argv[2:], "faulty")
 trackers.FINISH_SECONDS = 3.0
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
