@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpcrl.data.duplicates import NUM_WORDS, THRESHOLD, find_duplicates, picture_key, prompt_text
 from hpcrl.data.prepare import draw_rows, prepare_files, write
 from hpcrl.data.row_file import RowFile, columns_of
-from hpcrl.data.source import FileSource, Source, load_source, source_names
+from hpcrl.data.source import FileSource, Source, all_sources
 from hpcrl.data.split import pairs_of_samples
 from hpcrl.runtime import exits
 from hpcrl.runtime.launcher import is_first_launched
@@ -29,7 +29,7 @@ EXAMPLE_CHARACTERS = 100  # of a prompt
 
 def main(arguments: list[str], load_job: Callable[[str], Any]) -> NoReturn:
     """load_job: from the name of a job to its class."""
-    sources = {name: load_source(name) for name in source_names()}
+    sources = all_sources()
     parsed = parser_of(sources).parse_args(arguments)
     if not is_first_launched(os.environ):
         sys.exit(exits.DONE)

@@ -65,24 +65,18 @@ class SyntheticSource:
 Source: TypeAlias = FileSource | SyntheticSource
 
 
-def source_names() -> list[str]:
-    return sorted(all_sources())
-
-
-def load_source(name: str) -> tuple[Source, str]:
-    """The dataset, and one line about it."""
-    return all_sources()[name]
-
-
 def all_sources() -> dict[str, tuple[Source, str]]:
-    """SOURCES of all modules in SOURCES_FOLDER. Raises ValueError if two of them have the same name."""
+    """Name -> the dataset, and one line about it: SOURCES of all modules in SOURCES_FOLDER, sorted by name.
+
+    Raises ValueError if two of them have the same name.
+    """
     found: dict[str, tuple[Source, str]] = {}
     for path in sorted(SOURCES_FOLDER.glob("[!_]*.py")):
         sources = import_module(f"hpcrl.data.sources.{path.stem}").SOURCES
         if twice := sorted(found.keys() & sources.keys()):
             raise ValueError(f"{path}: another file has the datasets {', '.join(twice)}, too; rename them in one file")
         found |= sources
-    return found
+    return dict(sorted(found.items()))
 
 
 def rule_row(

@@ -16,7 +16,7 @@ from hpcrl.config.schema import DataConfig
 from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.conversations import Conversations
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.data.source import load_source, source_names
+from hpcrl.data.source import all_sources
 from hpcrl.data.sources import downloaded, drawn
 from hpcrl.rewards.registry import scorer_for
 from tests.data.published import PUBLISHED, SHOPS, preference_row, shop_rows, write_jsonl, write_parquet
@@ -324,7 +324,7 @@ def test_files_of_others_stay(tmp_path: Path, run: Run) -> None:
 
 
 def test_two_datasets_of_one_name_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_source("gsm8k") == downloaded.SOURCES["gsm8k"]
+    assert all_sources()["gsm8k"] == downloaded.SOURCES["gsm8k"]
     monkeypatch.setitem(drawn.SOURCES, "gsm8k", drawn.SOURCES["sums"])
     with pytest.raises(ValueError, match=r"drawn\.py: another file has the datasets gsm8k, too"):
-        source_names()
+        all_sources()

@@ -16,7 +16,7 @@ from PIL import Image
 
 from hpcrl import cli
 from hpcrl.data.prepare import draw_rows
-from hpcrl.data.source import load_source
+from hpcrl.data.source import all_sources
 from hpcrl.data.sources.drawn import COLOURS, SIDE
 from hpcrl.rewards.registry import scorer_for
 
@@ -118,7 +118,7 @@ READ = {"count_squares": count_squares, "left_of": left_of, "two_digits": two_di
 
 
 def drawn(name: str, rows: int, val_rows: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-    dataset = draw_rows(load_source(name)[0], rows=rows, val_rows=val_rows, seed=seed)  # type: ignore[arg-type]
+    dataset = draw_rows(all_sources()[name][0], rows=rows, val_rows=val_rows, seed=seed)  # type: ignore[arg-type]
     return {split: found.table.to_pylist() for split, found in dataset.splits.items()}
 
 
@@ -157,7 +157,7 @@ def test_a_seed_makes_one_sequence_of_pictures() -> None:
 
 
 def test_equal_pictures_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = load_source("left_of")[0]
+    source = all_sources()["left_of"][0]
     draws = [random.Random(seed) for seed in (1, 1, 2, 2, 3)]
     repeating = type(source)(
         draw=lambda _: source.draw(draws.pop(0)),  # type: ignore[union-attr]

@@ -87,7 +87,7 @@ def contents(path: Path) -> list[ast.stmt]:
 
 
 def is_bound(parts: list[str], body: list[ast.stmt]) -> bool:
-    """Whether the statements bind parts[0], and a class of that name the others. Bases of classes are not followed."""
+    """Whether the statements bind the first part, and a class of that name the rest. With bases it may have any."""
     first, *rest = parts
     for node in body:
         if isinstance(node, ast.ClassDef) and node.name == first:
