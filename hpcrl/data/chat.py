@@ -69,7 +69,7 @@ def within_limits(template: str | Mapping[str, str] | None, render: Callable[[],
     finally:
         try:
             _leave(thread)
-        except TemplateLimit:  # it came late
+        except TemplateLimit:  # it came late; the next one is TEMPLATE_SECONDS away
             _leave(thread)
             raise
     if isinstance(found, str) and len(found) > MOST_CHARACTERS:
@@ -115,9 +115,10 @@ def _data_bytes() -> int:
 
 
 def _watch() -> None:
-    """Raise TemplateLimit in threads whose rendering has taken too long."""
+    """Raise TemplateLimit in threads whose rendering has taken too long: once, then again after as long, as jinja may
+    catch it. It takes time to leave a deep template, and what comes in the midst of that is caught by nobody."""
     global _is_watched
-    seen: dict[int, tuple[int, float]] = {}  # thread -> its rendering and its CPU time when it was first seen
+    seen: dict[int, tuple[int, float]] = {}  # thread -> its rendering, its CPU time when first seen or interrupted
     last, idle = -1, 0
     while True:
         time.sleep(_POLL)
@@ -133,6 +134,7 @@ def _watch() -> None:
                 if seen.get(thread, (-1, 0.0))[0] != number:
                     seen[thread] = number, used
                 elif used - seen[thread][1] > TEMPLATE_SECONDS:
+                    seen[thread] = number, used
                     _interrupt(thread)
 
 

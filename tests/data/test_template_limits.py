@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import resource
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -78,6 +79,24 @@ def test_the_text_is_the_one_without_limits(tokenizer: Any) -> None:
     assert render(tokenizer, LATER, num=1) == "5 8 5 2 6:"
     with pytest.raises(InputError, match="TemplateError: no"):
         render(tokenizer, "{{ raise_exception('no') }}")
+
+
+def test_who_is_interrupted_has_time_to_leave() -> None:
+    """A second interrupt while the first one ends a deep template would end the caller."""
+    interrupts = 0
+
+    def spin() -> None:
+        nonlocal interrupts
+        until = time.thread_time() + 0.55
+        while time.thread_time() < until:
+            try:
+                while time.thread_time() < until:
+                    pass
+            except TemplateLimit:
+                interrupts += 1
+
+    within_limits(None, spin)
+    assert 1 <= interrupts <= 5
 
 
 def test_a_thread_that_waits_is_not_interrupted() -> None:
