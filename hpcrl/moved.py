@@ -61,7 +61,7 @@ MODULES = {
     "data.template_limits": "data.chat",
     "data.video": "data.pictures",
     "engine.pictures": "engine.microbatch",
-    "model.attention": "model.blocks.attention",
+    "model.attention": "model.blocks.attention_modules",
     "model.hf.defaults": "model.families.config_json",
     "model.hf.directory": "model.hf_directory",
     "model.hf.families": "model.families.config_json",

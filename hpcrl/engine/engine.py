@@ -273,7 +273,9 @@ class TrainEngine:
     def merged_shards(self) -> Mapping[str, Tensor]:
         """As `named_shards`, of the equivalent model with merged adapters."""
         weights = self.named_shards()
-        return weights if self.lora is None else MergedWeights(weights, self.shape, self.lora)
+        if self.lora is None:
+            return weights
+        return MergedWeights(weights, local_shards(self.shape, self.groups, self.head), self.lora)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ communicated tensors have the adapters' rank as width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,15 +17,16 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hpcrl.model.shape import FACTORS, PROJECTIONS, ROW_PARALLEL, Lora, is_adapter, matrix_of, rows_of_projections
+from hpcrl.model.shape import FACTORS, Lora, is_adapter
 
 if TYPE_CHECKING:
     from hpcrl.model.gpt import PackedGPT
-    from hpcrl.model.shape import ModelShape
+    from hpcrl.model.params import Shard
 
 
 class Adapter(torch.nn.Module):
@@ -71,10 +72,10 @@ OVER_RANKS = {
 class LowRankUpdate:
     """A forward hook of a linear layer that adds the updates of the layer's projections to its output."""
 
-    def __init__(self, model: PackedGPT, layer: Any, shape: ModelShape, matrix: str, lora: Lora) -> None:
+    def __init__(self, model: PackedGPT, layer: Any, shard: Shard, lora: Lora) -> None:
         self.model, self.scale = model, lora.scale
-        self.blocks, self.rows = rows_of_projections(shape, matrix, layer.weight.size(0))
-        self.is_row_parallel = PROJECTIONS[matrix][0] in ROW_PARALLEL
+        self.blocks, self.rows = shard.projection_rows(layer.weight.size(0))
+        self.is_row_parallel = isinstance(layer, RowParallelLinear)
         self.adapters = {
             name: Adapter(layer, lora, self.blocks * rows, is_row_parallel=self.is_row_parallel)
             for name, rows in self.rows.items()
@@ -105,19 +106,19 @@ class LowRankUpdate:
         return torch.cat([update.unflatten(-1, (self.blocks, -1)) for update in updates], dim=-1).flatten(-2)
 
 
-def add_adapters(model: PackedGPT, shape: ModelShape, lora: Lora) -> None:
-    """Freeze the model and add adapters to the linear layers of its decoder; their values are not initialised."""
+def add_adapters(model: PackedGPT, shards: Iterable[Shard], lora: Lora) -> None:
+    """Freeze the model and add adapters to the linear layers of its decoder; their values are not initialised. shards:
+    of the model, without adapters."""
     model.requires_grad_(False)
-    for parent in list(model.decoder.modules()):
-        for matrix in PROJECTIONS:
-            layer = getattr(parent, matrix, None)
-            if layer is None:
-                continue
-            update = LowRankUpdate(model, layer, shape, matrix, lora)
-            for name, adapter in update.adapters.items():
-                parent.add_module(name, adapter)
-            if update.adapters:
-                layer.register_forward_hook(update)
+    for shard in shards:
+        if not shard.projections or len(shard.global_shape) != 2:
+            continue
+        layer = model.get_submodule(path := shard.local_name.removesuffix(".weight"))
+        update = LowRankUpdate(model, layer, shard, lora)
+        for name, adapter in update.adapters.items():
+            model.get_submodule(path.rpartition(".")[0]).add_module(name, adapter)
+        if update.adapters:
+            layer.register_forward_hook(update)
     if model.pre_process and model.config.recompute_granularity is not None:
         # Recomputation produces gradients only if its input requires one.
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
@@ -129,17 +130,22 @@ class MergedWeights(Mapping[str, Tensor]):
     Each is computed on access and kept until the next one, so that no second model is in memory.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], shape: ModelShape, lora: Lora) -> None:
-        self._weights, self._shape, self._lora = weights, shape, lora
+    def __init__(self, weights: Mapping[str, Tensor], shards: Iterable[Shard], lora: Lora) -> None:
+        """shards: those of the weights."""
+        self._weights, self._lora = weights, lora
+        self._adapted = {
+            shard.name: shard
+            for shard in shards
+            if len(shard.global_shape) == 2 and any(it.name in lora.targets for it in shard.projections)
+        }
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        parent, matrix = matrix_of(name)
-        if not any(f"{parent}{projection}.lora_A" in self._weights for projection in PROJECTIONS.get(matrix, ())):
+        if name not in self._adapted:
             return self._weights[name]
         if self._last is None or self._last[0] != name:
             self._last = None  # frees its memory first
-            self._last = name, self._merged(self._weights[name], parent, matrix)
+            self._last = name, self._merged(self._weights[name], self._adapted[name])
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -149,13 +155,13 @@ class MergedWeights(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
     @torch.no_grad()
-    def _merged(self, weight: Tensor, parent: str, matrix: str) -> Tensor:
+    def _merged(self, weight: Tensor, shard: Shard) -> Tensor:
         """Merge in fp32, and round once."""
-        merged = weight.to(torch.float32, copy=True)
-        blocks, rows = rows_of_projections(self._shape, matrix, len(weight))
+        merged, parent = weight.to(torch.float32, copy=True), shard.name.removesuffix(".weight").rpartition(".")[0]
+        blocks, rows = shard.projection_rows(len(weight))
         by_projection = merged.unflatten(0, (blocks, -1)).split(list(rows.values()), dim=1)
         for projection, part in zip(rows, by_projection, strict=True):
             if projection in self._lora.targets:
-                a, b = (self._weights[f"{parent}{projection}.{factor}"].float() for factor in FACTORS)
+                a, b = (self._weights[f"{parent}.{projection}.{factor}"].float() for factor in FACTORS)
                 part.baddbmm_(b.unflatten(0, (blocks, -1)), a.expand(blocks, -1, -1), alpha=self._lora.scale)
         return merged.to(weight.dtype)

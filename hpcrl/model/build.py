@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import warnings
@@ -27,16 +26,14 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from hpcrl.model.adapters import add_adapters
-    from hpcrl.model.blocks.attention import ExactPackedAttention, PackedAttention, latent_attention
-    from hpcrl.model.blocks.layers import RMSNorm, ScalarHead, SwiGLU, use_exact_linear
-    from hpcrl.model.blocks.router import Mixture, MixtureLayer, Router
+    from hpcrl.model.blocks.layers import RMSNorm, ScalarHead, use_exact_linear
     from hpcrl.model.exact import check_exact
     from hpcrl.model.gpt import PackedGPT
     from hpcrl.model.tower import build_tower
-    from hpcrl.runtime.megatron_versions import mlp_submodules, use_mixture
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import RecomputeConfig, TransformerEngineConfig
+    from hpcrl.model.blocks.block import Layer
     from hpcrl.model.params import Head, Shard
     from hpcrl.model.shape import Lora, ModelShape
     from hpcrl.runtime.groups import RoleGroups
@@ -117,7 +114,7 @@ def _chunk(
     model = PackedGPT(
         config,
         TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(shape, groups, shape.is_moe_layer(layer), exact, uses_te) for layer in layers],
+            layer_specs=[_layer_spec(shape.layers[layer], groups, exact, uses_te) for layer in layers],
             layer_norm=RMSNorm,
         ),
         vocab_size=shape.padded_vocab_size,
@@ -147,7 +144,8 @@ def _chunk(
     if exact:
         use_exact_linear(model)
     if lora is not None:
-        add_adapters(model, shape, lora)
+        of_chunk = [shard for shard in params.shards(shape, layout, groups.rank) if shard.chunk == number]
+        add_adapters(model, of_chunk, lora)
     return model
 
 
@@ -171,18 +169,11 @@ def transformer_config(
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.v_head_dim,
-        softmax_scale=shape.softmax_scale if shape.mla else None,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -205,10 +196,23 @@ def transformer_config(
         batch_p2p_comm=torch.distributed.get_backend(groups.pp) != "gloo" and (layout.pp, layout.vpp > 1) != (2, True),
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
-        **(_experts(shape, groups) if shape.num_experts else {}),
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        moe_layer_freq=[int(layer.num_experts > 0) for layer in shape.layers],
+        **_settings(shape),
         **(_recomputed(recompute) if recompute is not None else {}),
         **({"fp8": te.fp8, "fp8_recipe": te.fp8_recipe} if te is not None and te.fp8 is not None else {}),
     )
+
+
+def _settings(shape: ModelShape) -> dict[str, Any]:
+    """Megatron has one config for all layers."""
+    found: dict[str, Any] = {}
+    for block in shape.kinds:
+        for name, value in block.settings().items():
+            if found.setdefault(name, value) != value:
+                raise ValueError(f"layers with {name}={found[name]} and {value} in one model are not supported")
+    return found
 
 
 def _recomputed(recompute: RecomputeConfig) -> dict[str, Any]:
@@ -218,27 +222,6 @@ def _recomputed(recompute: RecomputeConfig) -> dict[str, Any]:
     elif recompute.granularity == "selective":
         found["recompute_modules"] = list(recompute.modules)
     return found
-
-
-def _experts(shape: ModelShape, groups: RoleGroups) -> dict[str, Any]:
-    """Megatron's settings of a mixture of experts: no token is dropped, and `Router` has the losses."""
-    if shape.moe_topk == 1 and shape.moe_norm_topk_prob:
-        raise InputError("moe_topk=1 with norm_topk_prob=true is not supported: the expert's weight would always be 1")
-    return {
-        "num_moe_experts": shape.num_experts,
-        "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
-        "moe_router_topk": shape.moe_topk,
-        "moe_router_pre_softmax": not shape.moe_norm_topk_prob,
-        "moe_router_score_function": shape.moe_score_function,
-        "moe_router_topk_scaling_factor": shape.moe_routed_scale,
-        "moe_shared_expert_intermediate_size": shape.moe_shared_ffn_hidden_size or None,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_layer_freq": [int(shape.is_moe_layer(layer)) for layer in range(shape.num_layers)],
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": groups.layout.ep,
-        "expert_tensor_parallel_size": groups.layout.etp,
-    }
 
 
 class _Stages(PipelineParallelLayerLayout):
@@ -273,28 +256,15 @@ def _has_kernel(name: str, dtype: torch.dtype) -> bool:
         raise InputError(str(error)) from None
 
 
-def _layer_spec(shape: ModelShape, groups: RoleGroups, is_moe: bool, exact: bool, uses_te: bool):  # type: ignore[no-untyped-def]
-    """Megatron's local layer with hpcrl's norms or Transformer Engine's layers, and hpcrl's SwiGLU, packed attention
-    and router."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=shape.num_experts if is_moe else None, moe_grouped_gemm=False, normalization="RMSNorm"
-    )
-    spec.submodules.input_layernorm = RMSNorm
-    spec.submodules.pre_mlp_layernorm = RMSNorm
+def _layer_spec(layer: Layer, groups: RoleGroups, exact: bool, uses_te: bool):  # type: ignore[no-untyped-def]
+    """Megatron's local layer with the modules of its blocks, and Transformer Engine's layers in place of megatron's."""
+    experts = layer.num_experts or None
+    spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm")
+    layer.norms.use(spec)
     if uses_te:
         transformer_engine.use_transformer_engine(spec)
-    if is_moe:
-        spec.module = MixtureLayer
-        use_mixture(spec, Mixture, functools.partial(Router, shape=shape), groups.pgc)
-    for mlp in mlp_submodules(spec):
-        mlp.activation_func = SwiGLU
-    if shape.mla is not None:
-        spec.submodules.self_attention = latent_attention(shape, shape.mla)
-        return spec
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = ExactPackedAttention if exact else PackedAttention
-    if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    for block in layer.blocks:
+        block.use(spec, groups, exact=exact)
     return spec
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from hpcrl.model.blocks.block import unsupported
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -79,10 +80,8 @@ def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: tor
             f"rollout.exact=true with {dtype} on {device.type}; it needs float32 on the CPU: set model.dtype and "
             "rollout.dtype to float32, or rollout.exact to false"
         )
-    if shape.mla:
-        raise InputError("rollout.exact=true with latent attention is not supported; set rollout.exact to false")
-    if shape.num_experts:
-        raise InputError("rollout.exact=true with a mixture of experts is not supported; set rollout.exact to false")
+    if block := unsupported(shape.layers, "exact"):
+        raise InputError(f"rollout.exact=true with {block} is not supported; set rollout.exact to false")
     if torch.get_num_threads() != 1:
         raise InputError(
             f"rollout.exact=true with {torch.get_num_threads()} threads per rank; set OMP_NUM_THREADS=1, or "

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from hpcrl.model.families.config_json import CONFIG, family_of, hf_config
 from hpcrl.model.families.family import LANGUAGE_MODEL
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Box, Shard, shards
-from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter
+from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.sandbox.foreign_files import open_file, read_json
 
 
@@ -31,31 +31,32 @@ class Span(NamedTuple):
     rows: int
 
 
-def spans(shape: ModelShape, name: str, global_shape: tuple[int, ...]) -> list[Span]:
-    """Return the spans of a Megatron parameter, by its global name. Rows that pad the vocabulary are in none."""
+def spans(shape: ModelShape, shard: Shard) -> list[Span]:
+    """Return the spans of a parameter. Rows that pad the vocabulary are in none."""
+    name = shard.name
     if name.startswith(TOWER):
-        return [Span(0, f"{family_of(shape).tower}{name.removeprefix(TOWER)}", 0, global_shape[0])]
+        return [Span(0, f"{family_of(shape).tower}{name.removeprefix(TOWER)}", 0, shard.global_shape[0])]
+    hf_names = hf_names_of(shape, name)
+    if len(hf_names) == 1:
+        rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else shard.global_shape[0]
+        return [Span(0, hf_names[0], 0, rows)]
+    periods, rows_of = shard.projection_rows(shard.global_shape[0])
+    found, row = [], 0
+    for period in range(periods):
+        for hf_name, rows in zip(hf_names, rows_of.values(), strict=True):
+            found.append(Span(row, hf_name, period * rows, rows))
+            row += rows
+    return found
+
+
+def hf_names_of(shape: ModelShape, name: str) -> list[str]:
+    """Return the names of the tensors whose rows a parameter of this global name has."""
     layer, expert = re.search(r"layers\.(\d+)\.", name), re.search(r"local_experts\.(\d+)\.", name)
     pattern = re.sub(r"local_experts\.\d+\.", "local_experts.#.", re.sub(r"layers\.\d+\.", "layers.*.", name))
     hf_names = list(family_of(shape).names[pattern])
     for sign, number in (("*", layer), ("#", expert)):
         hf_names = [hf_name.replace(sign, number[1]) if number else hf_name for hf_name in hf_names]
-    if ".linear_qkv." in name:
-        return list(_by_query_group(shape, hf_names))
-    rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else global_shape[0]
-    each = rows // len(hf_names)
-    return [Span(place * each, hf_name, 0, each) for place, hf_name in enumerate(hf_names)]
-
-
-def _by_query_group(shape: ModelShape, hf_names: list[str]) -> Iterator[Span]:
-    """Yield a group's queries, its key, its value."""
-    width = shape.head_dim
-    queries = shape.num_attention_heads // shape.num_query_groups * width
-    for group in range(shape.num_query_groups):
-        row = group * (queries + 2 * width)
-        for hf_name, rows in zip(hf_names, (queries, width, width), strict=True):
-            yield Span(row, hf_name, group * rows, rows)
-            row += rows
+    return hf_names
 
 
 def stack_of(hf_name: str) -> tuple[str, int | None]:
@@ -69,7 +70,7 @@ def hf_shards(shape: ModelShape) -> list[Shard]:
     `name` is Megatron's."""
     found: dict[str, list[tuple[Shard, Span]]] = {}
     for shard in shards(shape):
-        for span in spans(shape, shard.name, shard.global_shape):
+        for span in spans(shape, shard):
             found.setdefault(span.hf_name, []).append((shard, span))
     return [_hf_shard(hf_name, parts) for hf_name, parts in found.items()]
 
@@ -94,7 +95,7 @@ class Slice(NamedTuple):
 
 def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
     """Yield the slices of Hugging Face's tensors that make up a rank's part of a parameter."""
-    for span, box in ((span, box) for span in spans(shape, shard.name, shard.global_shape) for box in shard.boxes):
+    for span, box in ((span, box) for span in spans(shape, shard) for box in shard.boxes):
         top, bottom = max(span.row, box.global_rows[0]), min(span.row + span.rows, box.global_rows[1])
         if top < bottom:
             shift = span.hf_row - span.row
@@ -232,11 +233,16 @@ def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
     converts experts' adapters into its own for stacked weights: of both gate and up or of neither, and it then drops
     those of dense layers.
     """
-    return [
-        shard._replace(local_name=_peft_name(shape, shard.name), tp_replicated=True)
-        for shard in shards(shape, lora=lora)
-        if is_adapter(shard.name)
-    ]
+    found = list[Shard]()
+    of_matrix: dict[str, str] = {}
+    for shard in shards(shape, lora=lora):
+        if is_adapter(shard.name):  # it follows its matrix
+            projection, factor = shard.name.split(".")[-2:]
+            peft_name = _peft_name(shape, of_matrix[projection], factor)
+            found.append(shard._replace(local_name=peft_name, tp_replicated=True))
+        elif len(shard.global_shape) == 2:
+            of_matrix = dict(zip((it.name for it in shard.projections), hf_names_of(shape, shard.name), strict=False))
+    return found
 
 
 def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str, Any]:
@@ -259,14 +265,8 @@ def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str,
     }
 
 
-def _peft_name(shape: ModelShape, name: str) -> str:
-    """PEFT's name of a parameter, such as decoder.layers.0.self_attention.q_proj.lora_A."""
-    parent, projection, factor = name.rsplit(".", 2)
-    matrix = next(matrix for matrix, projections in PROJECTIONS.items() if projection in projections)
-    pattern = re.sub(r"local_experts\.\d+", "local_experts.#", re.sub(r"layers\.\d+", "layers.*", parent))
-    peft_name = family_of(shape).names[f"{pattern}.{matrix}.weight"][PROJECTIONS[matrix].index(projection)]
-    for sign, number in zip(("*", "#"), re.findall(r"\.(\d+)", parent), strict=False):
-        peft_name = peft_name.replace(sign, number)
+def _peft_name(shape: ModelShape, hf_name: str, factor: str) -> str:
+    """PEFT's name of the factor of a tensor."""
     if shape.vision is not None:  # as the modules are named; in the files of Qwen2.5-VL "model." is the language model
-        peft_name = f"{LANGUAGE_MODEL}{peft_name.removeprefix(LANGUAGE_MODEL).removeprefix('model.')}"
-    return f"{PEFT_PREFIX}{peft_name.removesuffix('.weight')}.{factor}.weight"
+        hf_name = f"{LANGUAGE_MODEL}{hf_name.removeprefix(LANGUAGE_MODEL).removeprefix('model.')}"
+    return f"{PEFT_PREFIX}{hf_name.removesuffix('.weight')}.{factor}.weight"

@@ -7,32 +7,22 @@ Building, checkpoints and refit all read this table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
-from hpcrl.model.shape import (
-    ATTENTION_PROJECTIONS,
-    ROW_PARALLEL,
-    LatentAttention,
-    Lora,
-    ModelShape,
-    is_adapter,
-    matrix_of,
-    rows_of_projections,
-)
+from hpcrl.model.blocks.block import Layer, Projection, Size, Weight, unsupported
+from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora, ModelShape, is_adapter
 from hpcrl.model.vision import tower_tensors
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 
 Head = Literal["lm", "value", "reward"]
-Size: TypeAlias = tuple[int, ...]  # of a tensor
 ONE_RANK = Layout((0,))
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 TOWER = "vision."  # prefix of the vision tower's parameters
-EXPERT_BIAS = "mlp.router.expert_bias"  # of the scores for choosing experts; without the layer's prefix
 # Different names, because a critic's head must not be loaded as a reward model's.
 SCALAR_HEADS: dict[Head, str] = {"value": "value_head.weight", "reward": "reward_head.weight"}
 
@@ -62,6 +52,16 @@ class Shard(NamedTuple):
     chunk: int = 0
     is_expert: bool = False
     is_frozen: bool = False  # has no gradient and no optimizer
+    projections: tuple[Projection, ...] = ()  # see `hpcrl.model.blocks.block.Weight`
+
+    def projection_rows(self, rows: int) -> tuple[int, dict[str, int]]:
+        """Return how `rows` rows of the tensor, a rank's or all, hold its projections: the number of periods, and the
+        rows of each projection in a period."""
+        period = sum(projection.rows for projection in self.projections)
+        whole = self.global_shape[0] // period
+        if whole > 1:  # the ranks divide the periods
+            return rows // period, {it.name: it.rows for it in self.projections}
+        return 1, {it.name: it.rows * rows // period for it in self.projections}
 
 
 def engine_layout(shape: ModelShape, tp: int) -> Layout:
@@ -78,7 +78,7 @@ def role_layout(shape: ModelShape, role: str, **grid: Any) -> Layout:
     check_layout(shape, layout, f"placement.{role}")
     for stage in range(layout.pp if shape.num_experts else 0):
         chunks = [chunk_layers(shape.num_layers, stage, layout.pp, chunk, layout.vpp) for chunk in range(layout.vpp)]
-        if not any(shape.is_moe_layer(layer) for layers in chunks for layer in layers):
+        if not any(shape.layers[layer].num_experts for layers in chunks for layer in layers):
             raise InputError(
                 f"placement.{role}.pp={layout.pp} makes a pipeline stage with dense layers only, whose optimizer would "
                 "differ from those of stages with experts; use a smaller pp"
@@ -89,13 +89,8 @@ def role_layout(shape: ModelShape, role: str, **grid: Any) -> Layout:
 def check_layout(shape: ModelShape, layout: Layout, role: str = "model") -> None:
     """Raise InputError if a size does not fit the model; the message names `role`."""
     tp_size, pp_size, vpp_size = layout.tp, layout.pp, layout.vpp
-    divided = {
-        "num_query_groups": shape.num_query_groups,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "padded_vocab_size": shape.padded_vocab_size,
-    }
-    if shape.moe_shared_ffn_hidden_size:
-        divided["moe_shared_ffn_hidden_size"] = shape.moe_shared_ffn_hidden_size
+    divided = {what: size for block in shape.kinds for what, size in block.divided().items()}
+    divided["padded_vocab_size"] = shape.padded_vocab_size
     for what, size in divided.items():
         if size % tp_size:
             fitting = [n for n in range(1, tp_size) if not any(other % n for other in divided.values())]
@@ -124,11 +119,10 @@ def check_layout(shape: ModelShape, layout: Layout, role: str = "model") -> None
 
 
 def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
-    """Raise InputError for latent attention, whose projections have no adapters, for experts whose adapters PEFT cannot
-    express, and if only some pipeline stages have adapters outside of experts, because the stages' optimizers would
-    differ."""
-    if shape.mla is not None:
-        raise InputError(f"model.lora_rank={lora.rank} with DeepSeek's latent attention is not supported; use 0")
+    """Raise InputError for blocks without adapters, for experts whose adapters PEFT cannot express, and if only some
+    pipeline stages have adapters outside of experts, because the stages' optimizers would differ."""
+    if block := unsupported(shape.layers, "adapters"):
+        raise InputError(f"model.lora_rank={lora.rank} with {block} is not supported; use 0")
     if shape.has_stacked_experts and (of_experts := set(lora.targets) - set(ATTENTION_PROJECTIONS)):
         raise InputError(
             f"model.target_modules={','.join(sorted(of_experts))}: adapters of experts that the files have in one "
@@ -247,13 +241,7 @@ class _Split:
     def _shard(
         self, name: str, local_name: str | None, shape: Size, local_shape: Size, *boxes: Box, replicated: bool = False
     ) -> Shard:
-        frozen = name.endswith(EXPERT_BIAS)
-        return Shard(
-            name, local_name or name, shape, local_shape, boxes, replicated, self.chunk, self.is_expert, frozen
-        )
-
-
-_Cut = Callable[..., Shard]  # a method of _Split
+        return Shard(name, local_name or name, shape, local_shape, boxes, replicated, self.chunk, self.is_expert)
 
 
 @dataclass(frozen=True)
@@ -277,11 +265,11 @@ class _Chunk:
             yield self.dense.rows(EMBEDDING, self._vocabulary)
         for local, layer in enumerate(self.layers):
             prefixes = f"decoder.layers.{layer}.", f"decoder.layers.{local}."
-            is_moe = self.shape.is_moe_layer(layer)
+            of_layer = self.shape.layers[layer]
             if has_dense:
-                yield from self._layer(*prefixes, is_moe)
-            if is_moe and part != "dense":
-                yield from self._experts(*prefixes)
+                yield from self._layer(of_layer, *prefixes)
+            if part != "dense":
+                yield from self._experts(of_layer, *prefixes)
         if self.last and has_dense:
             yield from self._head()
         if self.first and has_dense:
@@ -299,87 +287,34 @@ class _Chunk:
         for name, size in tower_tensors(vision).items():
             yield self.dense.whole(f"{TOWER}{name}", size)._replace(is_frozen=not vision.is_trained(name))
 
-    def _layer(self, prefix: str, local: str, is_moe: bool) -> Iterator[Shard]:
+    def _layer(self, layer: Layer, prefix: str, local: str) -> Iterator[Shard]:
         """All parameters of a layer except its experts."""
-        shape, split = self.shape, self.dense
-        hidden, ffn, shared = shape.hidden_size, shape.ffn_hidden_size, shape.moe_shared_ffn_hidden_size
-        attended = shape.num_attention_heads * shape.v_head_dim
-        attention = (
-            (split.whole, "input_layernorm.weight", (hidden,)),
-            *(self._latent(shape.mla) if shape.mla else self._grouped()),
-            (split.cols, "self_attention.linear_proj.weight", (hidden, attended)),
-            (split.whole, "pre_mlp_layernorm.weight", (hidden,)),
-        )
-        mixture = (
-            (split.whole, "mlp.router.weight", (shape.num_experts, hidden)),
-            *([(split.whole, EXPERT_BIAS, (shape.num_experts,))] if shape.moe_score_bias else []),
-            *([(split.gated, "mlp.shared_experts.linear_fc1.weight", (2 * shared, hidden))] if shared else []),
-            *([(split.cols, "mlp.shared_experts.linear_fc2.weight", (hidden, shared))] if shared else []),
-        )
-        mlp = (
-            (split.gated, "mlp.linear_fc1.weight", (2 * ffn, hidden)),
-            (split.cols, "mlp.linear_fc2.weight", (hidden, ffn)),
-        )
-        for cut, name, global_shape in (*attention, *(mixture if is_moe else mlp)):
-            yield cut(f"{prefix}{name}", global_shape, f"{local}{name}")
-            yield from self._adapters(split, prefix, local, name, global_shape)
+        for weight in layer.weights:
+            yield from self._of_weight(self.dense, weight, prefix, local)
 
-    def _grouped(self) -> Iterator[tuple[_Cut, str, Size]]:
-        """Projections of grouped-query attention."""
-        shape, split = self.shape, self.dense
-        # Rows of linear_qkv are ordered by query group: its queries, its key, its value.
-        qkv = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.head_dim
-        yield split.rows, "self_attention.linear_qkv.weight", (qkv, shape.hidden_size)
-        if shape.qkv_bias:
-            yield split.rows, "self_attention.linear_qkv.bias", (qkv,)
-        if shape.qk_norm:
-            for head in "qk":
-                yield split.whole, f"self_attention.{head}_layernorm.weight", (shape.head_dim,)
-
-    def _latent(self, mla: LatentAttention) -> Iterator[tuple[_Cut, str, Size]]:
-        """Projections of latent attention: every rank holds those to the latents whole, and its heads of the others."""
-        shape, split = self.shape, self.dense
-        hidden, heads, rank = shape.hidden_size, shape.num_attention_heads, mla.kv_lora_rank
-        if mla.q_lora_rank is None:
-            yield split.rows, "self_attention.linear_q_proj.weight", (heads * shape.head_dim, hidden)
-        else:
-            yield split.whole, "self_attention.linear_q_down_proj.weight", (mla.q_lora_rank, hidden)
-            yield split.whole, "self_attention.q_layernorm.weight", (mla.q_lora_rank,)
-            yield split.rows, "self_attention.linear_q_up_proj.weight", (heads * shape.head_dim, mla.q_lora_rank)
-        yield split.whole, "self_attention.linear_kv_down_proj.weight", (rank + mla.qk_rope_head_dim, hidden)
-        yield split.whole, "self_attention.kv_layernorm.weight", (rank,)
-        # Rows are ordered by head: its key without rotary embedding, its value.
-        rows = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        yield split.rows, "self_attention.linear_kv_up_proj.weight", (rows, rank)
-
-    def _experts(self, prefix: str, local: str) -> Iterator[Shard]:
-        hidden, ffn = self.shape.hidden_size, self.shape.moe_ffn_hidden_size
-        each = self.shape.num_experts // self.ep_size
+    def _experts(self, layer: Layer, prefix: str, local: str) -> Iterator[Shard]:
+        each = layer.num_experts // self.ep_size
         for number in range(each):
             names = [f"mlp.experts.local_experts.{n}." for n in (self.ep_rank * each + number, number)]
-            for cut, name, global_shape in (
-                (self.experts.gated, "linear_fc1.weight", (2 * ffn, hidden)),
-                (self.experts.cols, "linear_fc2.weight", (hidden, ffn)),
-            ):
-                yield cut(f"{prefix}{names[0]}{name}", global_shape, f"{local}{names[1]}{name}")
-                yield from self._adapters(self.experts, f"{prefix}{names[0]}", f"{local}{names[1]}", name, global_shape)
+            for weight in layer.expert_weights:
+                yield from self._of_weight(self.experts, weight, f"{prefix}{names[0]}", f"{local}{names[1]}")
 
-    def _adapters(self, split: _Split, prefix: str, local: str, name: str, global_shape: Size) -> Iterator[Shard]:
-        """Yield A (r, in) and B (out, r) of the projections in a matrix, split as the matrix is."""
-        parent, matrix = matrix_of(name)
-        if self.lora is None or not matrix:
+    def _of_weight(self, split: _Split, weight: Weight, prefix: str, local: str) -> Iterator[Shard]:
+        """Yield a weight, then A (r, in) and B (out, r) of the adapters of its projections, split as it is."""
+        shard: Shard = getattr(split, weight.cut)(f"{prefix}{weight.name}", weight.size, f"{local}{weight.name}")
+        yield shard._replace(is_frozen=weight.is_frozen, projections=weight.projections)
+        if self.lora is None or len(weight.size) != 2:
             return
-        rank = self.lora.rank
-        blocks, rows = rows_of_projections(self.shape, matrix, global_shape[0])
-        for projection, each in rows.items():
-            if projection in self.lora.targets:
-                is_row_parallel = projection in ROW_PARALLEL
+        rank, by_columns = self.lora.rank, weight.cut == "cols"
+        parent = weight.name.removesuffix("weight").rpartition("linear_")[0]
+        for projection in weight.projections:
+            if projection.name in self.lora.targets:
                 for cut, factor, size in (
-                    (split.cols if is_row_parallel else split.whole, "lora_A", (rank, global_shape[1])),
-                    (split.whole if is_row_parallel else split.rows, "lora_B", (blocks * each, rank)),
+                    (split.cols if by_columns else split.whole, "lora_A", (rank, weight.size[1])),
+                    (split.whole if by_columns else split.rows, "lora_B", (weight.periods * projection.rows, rank)),
                 ):
-                    factor_name = f"{parent}{projection}.{factor}"
-                    yield cut(f"{prefix}{factor_name}", size, f"{local}{factor_name}")
+                    name = f"{parent}{projection.name}.{factor}"
+                    yield cut(f"{prefix}{name}", size, f"{local}{name}")
 
     def _head(self) -> Iterator[Shard]:
         shape = self.shape

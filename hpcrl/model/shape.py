@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.block import Block, Layer, Norms
+from hpcrl.model.blocks.feed_forward import FeedForward
+from hpcrl.model.blocks.latent import Latent, LatentAttention
+from hpcrl.model.blocks.mixture import MixtureOfExperts
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
 
@@ -31,19 +36,6 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0  # of the embedding
     mscale_all_dim: float = 0.0  # of DeepSeek's "yarn": sharpens the softmax, see ModelShape.softmax_scale
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): each token has one latent vector, from
-    which a projection computes keys and values of all heads, and one rotated key shared by all heads. Names of
-    config.json."""
-
-    q_lora_rank: int | None  # width of the queries' own latent; None: queries are computed from the hidden state
-    kv_lora_rank: int
-    qk_nope_head_dim: int  # width of a query and a key without rotary embedding
-    qk_rope_head_dim: int  # and with rotary embedding
-    v_head_dim: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +91,49 @@ class ModelShape:
             raise InputError(
                 f"model.moe_topk={self.moe_topk} is more than model.num_experts={self.num_experts}; use fewer"
             )
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        attention, norms = self._attention(), Norms(self.hidden_size)
+        dense = Layer(attention, FeedForward(self.hidden_size, self.ffn_hidden_size), norms)
+        if not self.num_experts:
+            return (dense,) * self.num_layers
+        mixture = Layer(attention, self._mixture(), norms)
+        return tuple(dense if layer in self.dense_layers else mixture for layer in range(self.num_layers))
+
+    @cached_property
+    def kinds(self) -> tuple[Block, ...]:
+        """The different blocks of all layers."""
+        return tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
+
+    def _attention(self) -> Block:
+        if self.mla is not None:
+            scale = self.softmax_scale
+            return Latent(self.hidden_size, self.num_attention_heads, self.head_dim, self.mla, scale)
+        return Attention(
+            self.hidden_size,
+            self.num_attention_heads,
+            self.num_query_groups,
+            self.head_dim,
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+        )
+
+    def _mixture(self) -> MixtureOfExperts:
+        return MixtureOfExperts(
+            self.hidden_size,
+            self.num_experts,
+            self.moe_ffn_hidden_size,
+            self.moe_topk,
+            norm_topk_prob=self.moe_norm_topk_prob,
+            shared_ffn_hidden_size=self.moe_shared_ffn_hidden_size,
+            score_function=self.moe_score_function,
+            has_score_bias=self.moe_score_bias,
+            num_groups=self.moe_num_groups,
+            topk_groups=self.moe_topk_groups,
+            group_best=self.moe_group_best,
+            routed_scale=self.moe_routed_scale,
+        )
 
     @property
     def longest_sequence(self) -> int:

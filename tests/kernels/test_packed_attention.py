@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcrl.kernels import packed_attention as kernel
 from hpcrl.kernels.packed_attention import Sequences, packed_attention
-from hpcrl.model.blocks.attention import PackedAttention
+from hpcrl.model.blocks.attention_modules import PackedAttention
 from hpcrl.model.gpt import pack
 from hpcrl.model.shape import ModelShape
 from tests.kernels.close import DTYPES, assert_near
@@ -82,7 +82,7 @@ def test_training_with_a_library_is_training_without(monkeypatch: pytest.MonkeyP
         return exact(q, k, v, bounds.diff().numpy(), scale or 1.0).float()
 
     expected = run()
-    monkeypatch.setattr("hpcrl.model.blocks.attention.is_fused", lambda query: True)
+    monkeypatch.setattr("hpcrl.model.blocks.attention_modules.is_fused", lambda query: True)
     monkeypatch.setattr(kernel, "is_fused", lambda query: True)
     monkeypatch.setattr(kernel, "_library", lambda: library)
     for one, other in zip(run(), expected, strict=True):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hpcrl.config.placement import divisors
+from hpcrl.model.blocks.block import unsupported
 from hpcrl.model.hf_files import peft_shards, plan_files
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Head, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape
@@ -17,10 +18,8 @@ from hpcrl.runtime.layout import Layout
 
 def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:
     """Raise InputError if the engine does not support the model, or if its layout of it is unknown."""
-    if shape.mla:
-        raise InputError("rollout.engine=tensorrt_llm: its layout of latent attention is not known; use engine=native")
-    if shape.num_experts:
-        raise InputError("rollout.engine=tensorrt_llm: its layout of experts is not known; use engine=native")
+    if block := unsupported(shape.layers, "tensorrt_llm"):
+        raise InputError(f"rollout.engine=tensorrt_llm: its layout of {block} is not known; use engine=native")
     if shape.softmax_size < shape.vocab_size:
         raise InputError(
             f"rollout.engine=tensorrt_llm draws from all {shape.vocab_size} ids of the model, and the tokenizer has "

@@ -22,6 +22,7 @@ from hpcrl.forecast.memory.generation import JudgeEngine, PicturePass, encoding_
 from hpcrl.forecast.memory.refit import Question, job_shape, model_shape, question
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
 from hpcrl.model.architecture import check_longest, check_towers, check_vision
+from hpcrl.model.blocks.block import unsupported
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.model.vision import Vision
@@ -118,10 +119,8 @@ class TrainingPlan:
             own = shape if architecture is config.model else model_shape(architecture, shape.vocab_size)
             check_longest(own, config, "model" if own is shape else spec.path)
             layout = role_layout(own, role, **self.derived.roles[role].grid)
-            if own.mla and layout.cp > 1:
-                raise InputError(
-                    f"placement.{role}.cp={layout.cp} with latent attention is not counted yet; plan with cp=1"
-                )
+            if layout.cp > 1 and (block := unsupported(own.layers, "planned_cp")):
+                raise InputError(f"placement.{role}.cp={layout.cp} with {block} is not counted yet; plan with cp=1")
             itemsize = ITEMSIZE[architecture.dtype]
             exact = config.rollout.exact and spec.path in (ACTOR.name, REF.name)
             lora = Lora.from_config(config.model) if spec.path == ACTOR.name else None

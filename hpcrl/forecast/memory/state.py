@@ -15,7 +15,7 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.roles import HOST_BLOCK, Part
 from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard, shards
-from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter, matrix_of
+from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.runtime.layout import Layout
 
 # Megatron's alignment of a buffer that its distributed optimizer divides, in elements.
@@ -120,7 +120,7 @@ class RoleModel:
         merged = (
             shard
             for shard in self.shards(stage)
-            if not set(targets).isdisjoint(PROJECTIONS.get(matrix_of(shard.name)[1], ()))
+            if len(shard.global_shape) == 2 and any(it.name in targets for it in shard.projections)
         )
         largest = max(math.prod(shard.local_shape) for shard in merged)
         return largest * (FP32 + (self.itemsize if self.itemsize < FP32 else 0))

@@ -1,291 +1,75 @@
-"""Causal attention over packed sequences of different lengths, and multi-head latent attention."""
+"""Grouped-query attention. No torch; modules are in `attention_modules`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import Attention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
-
-from hpcrl.kernels.layers import apply_rope
-from hpcrl.kernels.packed_attention import by_library, is_fused
-from hpcrl.model.blocks.layers import LATENT_NORM_EPS, RMSNorm
-from hpcrl.model.blocks.rope import deinterleave
-from hpcrl.model.exact import exact_attention
-from hpcrl.model.gpt import PackedTokens, Tail
+from hpcrl.model.blocks.block import Block, Feature, Projection, Weight
 
 if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from hpcrl.model.shape import LatentAttention, ModelShape
-
-
-class PackedAttention(torch.nn.Module):
-    """Megatron's core attention: rotary embedding, then attention inside each packed sequence.
-
-    On a GPU a library processes the packed tokens directly if it supports them. Else they are gathered into (N, heads,
-    L, head_dim) arrays, padded at the end; no mask is needed, because no token attends to later tokens. With context
-    parallelism keys and values are gathered from the ranks of the group, and their gradients are sent back.
-    """
-
-    def __init__(
-        self, pg_collection: ProcessGroupCollection | None = None, softmax_scale: float | None = None, **_: object
-    ) -> None:
-        """Only the context-parallel group of `pg_collection` is used, and only with context parallelism.
-        `softmax_scale`: None is 1 / sqrt(d)."""
-        super().__init__()
-        self.cp_group = pg_collection.cp if pg_collection is not None else None
-        self.softmax_scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: PackedTokens,
-        **_: object,
-    ) -> Tensor:
-        """Map this rank's `query` (S, heads, d), `key` (S, groups, d) and `value` (S, groups, v) to (S, heads * v).
-
-        Narrower values are padded, because fused attention has one width; other kernels would hold the weights of all
-        pairs of tokens.
-        """
-        packed, width = packed_seq_params, value.size(-1)
-        query, key = self.rotate(query, packed), self.rotate(key, packed)
-        if packed.cu_seqlens_q is not None and is_fused(query):
-            return self._attend_packed(query, key, value, packed)
-        if width < key.size(-1):
-            value = pad(value, (0, key.size(-1) - width))
-        in_buckets, tail_queries = zip(*(_unpack(x, packed) for x in (query, key, value)), strict=True)
-        parts = [self.attend(*each).transpose(1, 2).flatten(0, 1) for each in zip(*in_buckets, strict=True)]
-        if packed.tails is not None:
-            gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
-            parts += self._attend_from_tails(tail_queries[0], gathered, packed.tails)
-        output = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return _Repack.apply(output[..., :width], packed.slots, query.size(0)).flatten(1)
-
-    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedTokens) -> Tensor:
-        tokens = packed.num_tokens
-        parts = query[:tokens], key[:tokens], value[:tokens]
-        output = by_library(*parts, packed.cu_seqlens_q, packed.max_seqlen_q, self.softmax_scale)
-        return pad(output.flatten(1), (0, 0, 0, query.size(0) - tokens))
-
-    def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
-        """Apply the rotary embedding: (S, heads, d) -> the same shape."""
-        return apply_rope(heads, *packed.angles)
-
-    def _attend_from_tails(self, query: Tensor, gathered: Tensor, tails: tuple[Tail, ...]) -> Iterator[Tensor]:
-        """Yield (queries, heads, d) of each tail, from `query` (queries of all tails, heads, d) and `gathered` (S of
-        all ranks, groups, 2 d), and an output without rows: all ranks must run the backward pass of the gathering."""
-        gqa = query.size(1) != gathered.size(1)
-        for tail, tail_query in zip(tails, query.split([tail.queries for tail in tails]), strict=True):
-            key, value = gathered.index_select(0, tail.keys).transpose(0, 1).chunk(2, -1)
-            mask = _lower_right(tail.queries, len(tail.keys), query.device)
-            args = tail_query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-            output = scaled_dot_product_attention(*args, mask, scale=self.softmax_scale, enable_gqa=gqa)
-            yield output.squeeze(0).transpose(0, 1)
-        yield gathered[:0].reshape(0, *query.shape[1:]) + query[:0]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention: `query` (N, heads, L, d), `key` and `value` (N, groups, L, d) -> (N, heads, L, d)."""
-        gqa = query.size(1) != key.size(1)
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=gqa)
+    from hpcrl.runtime.groups import RoleGroups
 
 
-class ExactPackedAttention(PackedAttention):
-    """Attention that is bitwise equal to the native engine's exact mode."""
+@dataclass(frozen=True)
+class Attention(Block):
+    """Causal attention with rotary embedding (Ainslie et al. 2023, arXiv:2305.13245). qk_norm: RMSNorm of each query
+    and key head."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        grouped = query.unflatten(1, (key.size(1), -1)).transpose(2, 3)
-        positions = torch.arange(query.size(2), device=query.device).unsqueeze(0)
-        return exact_attention(grouped, key, value, positions).transpose(2, 3).flatten(1, 2)
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
-
-def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the mask of queries that are the last ones of a causal sequence; on a GPU a symbolic mask that kernels
-    recognise."""
-    if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # slow import (0.5 s), which loads the compiler
-
-        return causal_lower_right(queries, keys)
-    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-
-
-def _unpack(x: Tensor, packed: PackedTokens) -> tuple[list[Tensor], Tensor]:
-    """(S, heads, d) -> (rows, heads, width, d) of each bucket, and (queries of the tails, heads, d)."""
-    places = _Unpack.apply(x, packed.sources, packed.slots)
-    sizes = [bucket.size for bucket in packed.buckets]
-    *in_buckets, tail_queries = places.split([*sizes, len(places) - sum(sizes)])
-    return [
-        part.unflatten(0, of).transpose(1, 2) for part, of in zip(in_buckets, packed.buckets, strict=True)
-    ], tail_queries
-
-
-class _Unpack(torch.autograd.Function):
-    """Packed (S, ...) -> padded (places, ...).
-
-    Padding is arbitrary and its gradient is 0, so that the backward pass is a gather too, without sums or zero fills.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sources: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.size = x.size(0)
-        return x.index_select(0, sources)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return _gather_and_fill(grad, slots, ctx.size), None, None
-
-
-class _Repack(torch.autograd.Function):
-    """Padded (places, ...) -> packed (S, ...), 0 for the padding tokens at the end."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.padded_size = x.size(0)
-        return _gather_and_fill(x, slots, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        padded = grad.new_zeros(ctx.padded_size, *grad.shape[1:])
-        return padded.index_copy_(0, slots, grad[: slots.numel()]), None, None
-
-
-def _gather_and_fill(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """Return rows `index` of `x`, then rows of 0 up to `size`."""
-    if index.numel() == size:
-        return x.index_select(0, index)
-    filled = x.new_zeros(size, *x.shape[1:])
-    torch.index_select(x, 0, index, out=filled[: index.numel()])
-    return filled
-
-
-class LatentSelfAttention(Attention):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) as a layer of megatron.
-
-    Every tensor-parallel rank computes the latents of its own tokens; the heads are split. Megatron 0.16's own layer
-    needs Transformer Engine and process-global groups, and splits the projections to the latents, which it then
-    gathers.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: SelfAttentionSubmodules,
-        layer_number: int,
-        *,
-        shape: ModelShape,
-        mla: LatentAttention,
-        pg_collection: ProcessGroupCollection,
-        **_: object,
-    ) -> None:
-        super().__init__(config, submodules, layer_number, AttnMaskType.causal, "self", pg_collection=pg_collection)
-        self._mla, self._key_width = mla, shape.head_dim
-        hidden, heads = shape.hidden_size, shape.num_attention_heads
-        if mla.q_lora_rank is None:
-            self.linear_q_proj = self._by_head(hidden, heads * shape.head_dim)
-        else:
-            self.linear_q_down_proj = ToLatent(config, hidden, mla.q_lora_rank)
-            self.q_layernorm = RMSNorm(config, mla.q_lora_rank, LATENT_NORM_EPS)
-            self.linear_q_up_proj = self._by_head(mla.q_lora_rank, heads * shape.head_dim)
-        self.linear_kv_down_proj = ToLatent(config, hidden, mla.kv_lora_rank + mla.qk_rope_head_dim)
-        self.kv_layernorm = RMSNorm(config, mla.kv_lora_rank, LATENT_NORM_EPS)
-        self.linear_kv_up_proj = self._by_head(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim))
-
-    def _by_head(self, columns: int, rows: int) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
-            columns,
-            rows,
-            config=self.config,
-            init_method=self.config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=self.tp_group,
-        )
-
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedTokens, **_: Any
-    ) -> tuple[Tensor, None]:
-        """`hidden_states` (S / tp, 1, hidden) with sequence parallelism, else (S, 1, hidden) -> the same shape."""
-        heads = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
-        if self.checkpoint_core_attention and self.training:
-            attend = self._checkpointed_attention_forward
-        else:
-            attend = self.core_attention
-        attended = attend(
-            *heads, attention_mask, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params
-        )
-        return self.linear_proj(attended.unsqueeze(1))
-
-    def get_query_key_value_tensors(  # type: ignore[override]
-        self, hidden_states: Tensor, packed: PackedTokens
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (S, heads / tp, head_dim), values (S, heads / tp, v_head_dim), after rotary
-        embedding."""
-        mla, hidden = self._mla, hidden_states.squeeze(1)
-        if mla.q_lora_rank is None:
-            queries = self.linear_q_proj(hidden)[0]
-        else:
-            queries = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))[0]
-        queries, rotary_queries = queries.unflatten(-1, (-1, self._key_width)).split(
-            [mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1
-        )
-        latent, rotary_key = self.linear_kv_down_proj(hidden).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
-        # All heads share this key: each rank has a part of its gradient.
-        if self.config.sequence_parallel:
-            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.tp_group)
-        else:
-            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, self.tp_group)
-        heads = self.linear_kv_up_proj(self.kv_layernorm(latent))[0]
-        keys, values = heads.unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim)).split(
-            [mla.qk_nope_head_dim, mla.v_head_dim], -1
-        )
-        rotary_queries = apply_rope(deinterleave(rotary_queries), *packed.angles)
-        rotary_key = apply_rope(deinterleave(rotary_key.unsqueeze(1)), *packed.angles)
-        rotary_keys = rotary_key.expand(-1, keys.size(1), -1)
-        return torch.cat([queries, rotary_queries], -1), torch.cat([keys, rotary_keys], -1), values
-
-
-class ToLatent(torch.nn.Module):
-    """A linear layer that every tensor-parallel rank holds whole."""
-
-    def __init__(self, config: TransformerConfig, columns: int, rows: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
-        # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight)
-
-
-class RotatedAttention(PackedAttention):
-    """Core attention whose queries and keys have their rotary embedding already."""
-
-    def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
-        return heads
-
-
-def latent_attention(shape: ModelShape, mla: LatentAttention) -> ModuleSpec:
-    """Return the spec of `self_attention` in megatron's local layer."""
-    return ModuleSpec(
-        module=LatentSelfAttention,
-        params={"shape": shape, "mla": mla},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=None, core_attention=RotatedAttention, linear_proj=RowParallelLinear
-        ),
+    title: ClassVar[str] = "attention"
+    supports: ClassVar[frozenset[Feature]] = frozenset(
+        ("exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm")
     )
+
+    def weights(self) -> Iterator[Weight]:
+        width, per_group = self.head_dim, self.num_heads // self.num_groups
+        projections = (
+            Projection("q_proj", per_group * width),
+            Projection("k_proj", width),
+            Projection("v_proj", width),
+        )
+        rows = (self.num_heads + 2 * self.num_groups) * width
+        qkv = "self_attention.linear_qkv"
+        yield Weight(f"{qkv}.weight", (rows, self.hidden_size), "rows", projections, self.num_groups)
+        if self.qkv_bias:
+            yield Weight(f"{qkv}.bias", (rows,), "rows", projections, self.num_groups)
+        if self.qk_norm:
+            for head in "qk":
+                yield Weight(f"self_attention.{head}_layernorm.weight", (width,))
+        yield output_projection(self.hidden_size, self.num_heads * width)
+
+    def divided(self) -> dict[str, int]:
+        return {"num_query_groups": self.num_groups}
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "num_attention_heads": self.num_heads,
+            "num_query_groups": self.num_groups,
+            "kv_channels": self.head_dim,
+            "add_qkv_bias": self.qkv_bias,
+            "qk_layernorm": self.qk_norm,
+        }
+
+    def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
+        from hpcrl.model.blocks.attention_modules import ExactPackedAttention, PackedAttention
+        from hpcrl.model.blocks.layers import RMSNorm
+
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = ExactPackedAttention if exact else PackedAttention
+        if self.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+
+def output_projection(hidden_size: int, attended: int) -> Weight:
+    """The projection of all heads' outputs, `attended` numbers, to the hidden state."""
+    name = "self_attention.linear_proj.weight"
+    return Weight(name, (hidden_size, attended), "cols", (Projection("o_proj", hidden_size),))

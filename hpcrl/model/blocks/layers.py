@@ -12,9 +12,11 @@ from torch import Tensor
 
 from hpcrl.kernels.layers import rms_norm, swiglu
 from hpcrl.model.exact import exact_linear, exact_sum
+from hpcrl.runtime.megatron_versions import mlp_submodules
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 LATENT_NORM_EPS = 1e-6  # of latents, in all models, independent of the other norms' eps
@@ -47,6 +49,12 @@ class SwiGLU(torch.nn.Module):
     def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
         """Empty; megatron's MLP calls it on each of its modules."""
         return {}
+
+
+def use_swiglu(spec: ModuleSpec) -> None:
+    """Set the activation in all networks of a layer's MLP, in place."""
+    for mlp in mlp_submodules(spec):
+        mlp.activation_func = SwiGLU
 
 
 def use_exact_linear(model: torch.nn.Module) -> None:

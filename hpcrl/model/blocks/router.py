@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,19 +18,22 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from hpcrl.model.gpt import PackedTokens
+from hpcrl.runtime.megatron_versions import use_mixture
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from torch.distributed import ProcessGroup
 
-    from hpcrl.model.shape import ModelShape
+    from hpcrl.model.blocks.mixture import MixtureOfExperts
+    from hpcrl.runtime.groups import RoleGroups
 
 
 NOT_RECORDED = -1  # in place of an expert's number: no choice was recorded, the router chooses
 
 
-def route(logits: Tensor, shape: ModelShape, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, block: MixtureOfExperts, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return weights fp32 (n, topk) and ids int64 (n, topk) of the experts chosen by router `logits` (n, experts).
 
     Scores are the softmax over the experts or each one's sigmoid; the choice is by score plus `bias` (experts,), the
@@ -38,24 +42,24 @@ def route(logits: Tensor, shape: ModelShape, bias: Tensor | None = None) -> tupl
     logits, which is the same), times the model's factor.
     """
     scores = logits.float()
-    scores = scores.softmax(-1) if shape.moe_score_function == "softmax" else scores.sigmoid()
-    ids = choose(scores if bias is None else scores + bias, shape)
+    scores = scores.softmax(-1) if block.score_function == "softmax" else scores.sigmoid()
+    ids = choose(scores if bias is None else scores + bias, block)
     weights = scores.gather(-1, ids)
-    if shape.moe_norm_topk_prob:
+    if block.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights * shape.moe_routed_scale, ids
+    return weights * block.routed_scale, ids
 
 
-def choose(scores: Tensor, shape: ModelShape) -> Tensor:
-    """Return the best `moe_topk` experts by `scores` (n, experts), int64 (n, topk). If experts are in groups, only
+def choose(scores: Tensor, block: MixtureOfExperts) -> Tensor:
+    """Return the best `topk` experts by `scores` (n, experts), int64 (n, topk). If experts are in groups, only
     those in the best groups (DeepSeek-V2, arXiv:2405.04434, section 2.2.2, there by device)."""
-    if shape.moe_num_groups > 1:
-        groups = scores.unflatten(-1, (shape.moe_num_groups, -1))
-        of_group = groups.topk(shape.moe_group_best, dim=-1).values.sum(-1)
-        best = of_group.topk(shape.moe_topk_groups, dim=-1).indices
+    if block.num_groups > 1:
+        groups = scores.unflatten(-1, (block.num_groups, -1))
+        of_group = groups.topk(block.group_best, dim=-1).values.sum(-1)
+        best = of_group.topk(block.topk_groups, dim=-1).indices
         chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(-1, best, True)
         scores = groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
-    return scores.topk(shape.moe_topk, dim=-1).indices
+    return scores.topk(block.topk, dim=-1).indices
 
 
 def by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
@@ -136,12 +140,12 @@ class Router(TopKRouter):
     """
 
     def __init__(
-        self, config: TransformerConfig, shape: ModelShape, pg_collection: ProcessGroupCollection, **_: object
+        self, config: TransformerConfig, block: MixtureOfExperts, pg_collection: ProcessGroupCollection, **_: object
     ) -> None:
         super().__init__(config, pg_collection)
-        self._shape = shape
-        if shape.moe_score_bias:
-            bias = torch.zeros(shape.num_experts, dtype=config.params_dtype)
+        self._block = block
+        if block.has_score_bias:
+            bias = torch.zeros(block.num_experts, dtype=config.params_dtype)
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     def _maintain_float32_expert_bias(self) -> None:
@@ -153,7 +157,7 @@ class Router(TopKRouter):
         logits = self.gating(input).flatten(0, 1)
         layer = routing.layers.index(self.layer_number - 1)
         replayed = None if routing.replayed is None else self._local_rows(routing.replayed[:, layer], len(logits))
-        choice = _ExpertChoice(self._shape, replayed)
+        choice = _ExpertChoice(self._block, replayed)
         weights, chosen = topk_routing_with_score_function(
             logits,
             self.topk,
@@ -216,17 +220,17 @@ class _ExpertChoice:
     """Replacement of megatron's `RouterReplay`: chooses the experts of n tokens. Megatron's own choice always scores a
     group by its best topk / groups experts. replayed: int16 (n, topk)."""
 
-    def __init__(self, shape: ModelShape, replayed: Tensor | None) -> None:
-        self._shape = shape
+    def __init__(self, block: MixtureOfExperts, replayed: Tensor | None) -> None:
+        self._block = block
         self._replayed = replayed
         self.ids: Tensor  # int64 (n, topk)
 
     def get_replay_topk(self, scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         """Return scores and ids of the experts, (n, topk) each, from `scores` (n, experts)."""
-        if self._replayed is None and self._shape.moe_num_groups == 1:
-            best, self.ids = scores.topk(self._shape.moe_topk)  # unlike gather it does not keep all scores
+        if self._replayed is None and self._block.num_groups == 1:
+            best, self.ids = scores.topk(self._block.topk)  # unlike gather it does not keep all scores
             return best, self.ids
-        self.ids = choose(scores, self._shape)
+        self.ids = choose(scores, self._block)
         if self._replayed is not None:
             self.ids = torch.where(self._replayed < 0, self.ids, self._replayed.to(self.ids.dtype))
         return scores.gather(1, self.ids), self.ids
@@ -247,6 +251,12 @@ class _AddLoss(torch.autograd.Function):
 
 # Megatron warns about each layer whose MoE class is not its own.
 logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+
+
+def use_router(spec: ModuleSpec, block: MixtureOfExperts, groups: RoleGroups) -> None:
+    """Set the mixture of experts and its router in a layer, in place."""
+    spec.module = MixtureLayer
+    use_mixture(spec, Mixture, partial(Router, block=block), groups.pgc)
 
 
 class MixtureLayer(TransformerLayer):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpcrl.model.blocks.block import unsupported
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ def is_used(
 ) -> bool:
     """Whether the layers of a model on `device` are Transformer Engine's. Raises InputError for settings that cannot
     work."""
-    enable = None if cfg is None else cfg.enable
+    enable, other = None if cfg is None else cfg.enable, unsupported(shape.layers, "transformer_engine")
     problems = {
         "there is no GPU": device.type != "cuda",
         "transformer_engine is not installed": importlib.util.find_spec("transformer_engine") is None,
         "rollout.exact=true uses other layers": exact,
-        "latent attention uses other layers": shape.mla is not None,
+        f"{other} uses other layers": other is not None,
         "model.lora_rank needs megatron's own layers": has_adapters,
     }
     missing = next((problem for problem, is_found in problems.items() if is_found), None)
@@ -50,11 +51,8 @@ def is_used(
                 f"model.transformer_engine.fp8={cfg.fp8} needs Transformer Engine, but "
                 f"{missing or 'model.transformer_engine.enable is false'}; set fp8 to null"
             )
-        if shape.num_experts:
-            raise InputError(
-                f"model.transformer_engine.fp8={cfg.fp8} with experts is not supported, because their number of "
-                "tokens varies; set fp8 to null"
-            )
+        if block := unsupported(shape.layers, "fp8"):
+            raise InputError(f"model.transformer_engine.fp8={cfg.fp8} with {block} is not supported; set fp8 to null")
     return used
 
 

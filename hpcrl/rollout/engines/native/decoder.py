@@ -119,6 +119,7 @@ class _Layer(NamedTuple):
     fc1: list[Tensor]
     fc2: list[Tensor]
     experts: Experts | None = None
+    block: Any = None
     router: Tensor | None = None
     router_bias: Tensor | None = None
     shared_fc1: Tensor | None = None
@@ -221,7 +222,14 @@ class Decoder:
         )
         # A CPU does not wait for counts, and its grouped product also takes time for experts without tokens.
         experts = None if fc1[0].device.type == "cpu" else Experts.of(fc1, fc2)
-        return _Layer(**parts, fc1=fc1, fc2=fc2, router=weight("mlp.router.weight"), experts=experts)
+        return _Layer(
+            **parts,
+            fc1=fc1,
+            fc2=fc2,
+            block=shape.layers[layer].mlp,
+            router=weight("mlp.router.weight"),
+            experts=experts,
+        )
 
     @property
     def routing_width(self) -> int:
@@ -278,7 +286,7 @@ class Decoder:
                 output = self._mlp(normed, layer.fc1[0], layer.fc2[0])
             else:
                 logits = self._linear(normed.float(), layer.router.float())
-                weights, ids = route(logits, self._shape, layer.router_bias)
+                weights, ids = route(logits, layer.block, layer.router_bias)
                 if chosen is not None:
                     chosen.append(ids)
                 if is_last:

@@ -1,0 +1,163 @@
+"""Causal attention over packed sequences of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from hpcrl.kernels.layers import apply_rope
+from hpcrl.kernels.packed_attention import by_library, is_fused
+from hpcrl.model.exact import exact_attention
+from hpcrl.model.gpt import PackedTokens, Tail
+
+
+class PackedAttention(torch.nn.Module):
+    """Megatron's core attention: rotary embedding, then attention inside each packed sequence.
+
+    On a GPU a library processes the packed tokens directly if it supports them. Else they are gathered into (N, heads,
+    L, head_dim) arrays, padded at the end; no mask is needed, because no token attends to later tokens. With context
+    parallelism keys and values are gathered from the ranks of the group, and their gradients are sent back.
+    """
+
+    def __init__(
+        self, pg_collection: ProcessGroupCollection | None = None, softmax_scale: float | None = None, **_: object
+    ) -> None:
+        """Only the context-parallel group of `pg_collection` is used, and only with context parallelism.
+        `softmax_scale`: None is 1 / sqrt(d)."""
+        super().__init__()
+        self.cp_group = pg_collection.cp if pg_collection is not None else None
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedTokens,
+        **_: object,
+    ) -> Tensor:
+        """Map this rank's `query` (S, heads, d), `key` (S, groups, d) and `value` (S, groups, v) to (S, heads * v).
+
+        Narrower values are padded, because fused attention has one width; other kernels would hold the weights of all
+        pairs of tokens.
+        """
+        packed, width = packed_seq_params, value.size(-1)
+        query, key = self.rotate(query, packed), self.rotate(key, packed)
+        if packed.cu_seqlens_q is not None and is_fused(query):
+            return self._attend_packed(query, key, value, packed)
+        if width < key.size(-1):
+            value = pad(value, (0, key.size(-1) - width))
+        in_buckets, tail_queries = zip(*(_unpack(x, packed) for x in (query, key, value)), strict=True)
+        parts = [self.attend(*each).transpose(1, 2).flatten(0, 1) for each in zip(*in_buckets, strict=True)]
+        if packed.tails is not None:
+            gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
+            parts += self._attend_from_tails(tail_queries[0], gathered, packed.tails)
+        output = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _Repack.apply(output[..., :width], packed.slots, query.size(0)).flatten(1)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedTokens) -> Tensor:
+        tokens = packed.num_tokens
+        parts = query[:tokens], key[:tokens], value[:tokens]
+        output = by_library(*parts, packed.cu_seqlens_q, packed.max_seqlen_q, self.softmax_scale)
+        return pad(output.flatten(1), (0, 0, 0, query.size(0) - tokens))
+
+    def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
+        """Apply the rotary embedding: (S, heads, d) -> the same shape."""
+        return apply_rope(heads, *packed.angles)
+
+    def _attend_from_tails(self, query: Tensor, gathered: Tensor, tails: tuple[Tail, ...]) -> Iterator[Tensor]:
+        """Yield (queries, heads, d) of each tail, from `query` (queries of all tails, heads, d) and `gathered` (S of
+        all ranks, groups, 2 d), and an output without rows: all ranks must run the backward pass of the gathering."""
+        gqa = query.size(1) != gathered.size(1)
+        for tail, tail_query in zip(tails, query.split([tail.queries for tail in tails]), strict=True):
+            key, value = gathered.index_select(0, tail.keys).transpose(0, 1).chunk(2, -1)
+            mask = _lower_right(tail.queries, len(tail.keys), query.device)
+            args = tail_query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            output = scaled_dot_product_attention(*args, mask, scale=self.softmax_scale, enable_gqa=gqa)
+            yield output.squeeze(0).transpose(0, 1)
+        yield gathered[:0].reshape(0, *query.shape[1:]) + query[:0]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention: `query` (N, heads, L, d), `key` and `value` (N, groups, L, d) -> (N, heads, L, d)."""
+        gqa = query.size(1) != key.size(1)
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=gqa)
+
+
+class ExactPackedAttention(PackedAttention):
+    """Attention that is bitwise equal to the native engine's exact mode."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        grouped = query.unflatten(1, (key.size(1), -1)).transpose(2, 3)
+        positions = torch.arange(query.size(2), device=query.device).unsqueeze(0)
+        return exact_attention(grouped, key, value, positions).transpose(2, 3).flatten(1, 2)
+
+
+def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return the mask of queries that are the last ones of a causal sequence; on a GPU a symbolic mask that kernels
+    recognise."""
+    if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # slow import (0.5 s), which loads the compiler
+
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
+def _unpack(x: Tensor, packed: PackedTokens) -> tuple[list[Tensor], Tensor]:
+    """(S, heads, d) -> (rows, heads, width, d) of each bucket, and (queries of the tails, heads, d)."""
+    places = _Unpack.apply(x, packed.sources, packed.slots)
+    sizes = [bucket.size for bucket in packed.buckets]
+    *in_buckets, tail_queries = places.split([*sizes, len(places) - sum(sizes)])
+    return [
+        part.unflatten(0, of).transpose(1, 2) for part, of in zip(in_buckets, packed.buckets, strict=True)
+    ], tail_queries
+
+
+class _Unpack(torch.autograd.Function):
+    """Packed (S, ...) -> padded (places, ...).
+
+    Padding is arbitrary and its gradient is 0, so that the backward pass is a gather too, without sums or zero fills.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sources: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.size = x.size(0)
+        return x.index_select(0, sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return _gather_and_fill(grad, slots, ctx.size), None, None
+
+
+class _Repack(torch.autograd.Function):
+    """Padded (places, ...) -> packed (S, ...), 0 for the padding tokens at the end."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.padded_size = x.size(0)
+        return _gather_and_fill(x, slots, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        padded = grad.new_zeros(ctx.padded_size, *grad.shape[1:])
+        return padded.index_copy_(0, slots, grad[: slots.numel()]), None, None
+
+
+def _gather_and_fill(x: Tensor, index: Tensor, size: int) -> Tensor:
+    """Return rows `index` of `x`, then rows of 0 up to `size`."""
+    if index.numel() == size:
+        return x.index_select(0, index)
+    filled = x.new_zeros(size, *x.shape[1:])
+    torch.index_select(x, 0, index, out=filled[: index.numel()])
+    return filled

@@ -1,0 +1,138 @@
+"""What a layer is made of: blocks, and the weights of a block. No torch.
+
+A block is a file. Its class says what the block is without torch: its weights and how parallelism splits them, and what
+it can do. Its methods that build modules import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from hpcrl.runtime.groups import RoleGroups
+
+Size: TypeAlias = tuple[int, ...]  # of a tensor
+# How tensor parallelism splits a weight: not, by rows, by columns, or each half of the rows.
+Cut = Literal["whole", "rows", "cols", "gated"]
+# exact: see hpcrl.model.exact. planned_cp: `hpcrl plan` counts its memory under context parallelism.
+Feature = Literal["exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm"]
+
+
+class Projection(NamedTuple):
+    """A matrix of Hugging Face's, by Llama's name, and its rows in each period of a weight."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A whole weight of a layer. name: megatron's, without the layer's prefix.
+
+    projections: the matrices whose rows it holds, in this order, `periods` times: those of linear_qkv once per query
+    group. frozen: has no gradient and no optimizer.
+    """
+
+    name: str
+    size: Size
+    cut: Cut = "whole"
+    projections: tuple[Projection, ...] = ()
+    periods: int = 1
+    is_frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a layer. Every weight is within the module `self_attention` or `mlp` of megatron's layer.
+
+    title: in messages. supports: the features that it works with; what is not listed is an error.
+    """
+
+    hidden_size: int
+
+    title: ClassVar[str]
+    supports: ClassVar[frozenset[Feature]]
+
+    @property
+    def count_of_experts(self) -> int:
+        return 0
+
+    def weights(self) -> Iterator[Weight]:
+        """All weights but those of experts, in the order of the module."""
+        raise NotImplementedError
+
+    def expert_weights(self) -> Iterator[Weight]:
+        """The weights of one expert; names are those within the expert."""
+        return iter(())
+
+    def divided(self) -> dict[str, int]:
+        """Sizes that tensor parallelism has to divide, by their names in messages."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of megatron's TransformerConfig."""
+        return {}
+
+    def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
+        """Set the block's modules in a layer of megatron's local spec."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Norms:
+    """RMSNorm before attention and before the MLP."""
+
+    hidden_size: int
+
+    def before_attention(self) -> Weight:
+        return Weight("input_layernorm.weight", (self.hidden_size,))
+
+    def before_mlp(self) -> Weight:
+        return Weight("pre_mlp_layernorm.weight", (self.hidden_size,))
+
+    def use(self, spec: ModuleSpec) -> None:
+        from hpcrl.model.blocks.layers import RMSNorm
+
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+
+
+@dataclass(frozen=True)
+class Layer:
+    """attention: what mixes tokens. mlp: what maps each token."""
+
+    attention: Block
+    mlp: Block
+    norms: Norms
+
+    @property
+    def num_experts(self) -> int:
+        return self.mlp.count_of_experts
+
+    @property
+    def blocks(self) -> tuple[Block, Block]:
+        return self.attention, self.mlp
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """All weights but those of experts."""
+        attention, mlp = (tuple(block.weights()) for block in self.blocks)
+        return self.norms.before_attention(), *attention, self.norms.before_mlp(), *mlp
+
+    @cached_property
+    def expert_weights(self) -> tuple[Weight, ...]:
+        """The weights of one expert."""
+        return tuple(self.mlp.expert_weights())
+
+
+def unsupported(layers: Sequence[Layer], feature: Feature) -> str | None:
+    """Return the first block that does not support a feature, such as "latent attention (layer 0)"; None if all do."""
+    for number, layer in enumerate(layers):
+        for block in layer.blocks:
+            if feature not in block.supports:
+                return f"{block.title} (layer {number})"
+    return None
