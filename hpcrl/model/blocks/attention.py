@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +10,9 @@ from hpcrl.model.blocks.block import Block, Feature, Projection, Weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from torch import Tensor
 
+    from hpcrl.model.blocks.attention_modules import AttentionStep, Linear
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -30,6 +32,11 @@ class Attention(Block):
         ("exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm")
     )
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the weight of queries, keys and values."""
+        return (self.num_heads + 2 * self.num_groups) * self.head_dim
+
     def weights(self) -> Iterator[Weight]:
         width, per_group = self.head_dim, self.num_heads // self.num_groups
         projections = (
@@ -37,8 +44,7 @@ class Attention(Block):
             Projection("k_proj", width),
             Projection("v_proj", width),
         )
-        rows = (self.num_heads + 2 * self.num_groups) * width
-        qkv = "self_attention.linear_qkv"
+        qkv, rows = "self_attention.linear_qkv", self.num_rows
         yield Weight(f"{qkv}.weight", (rows, self.hidden_size), "rows", projections, self.num_groups)
         if self.qkv_bias:
             yield Weight(f"{qkv}.bias", (rows,), "rows", projections, self.num_groups)
@@ -67,6 +73,11 @@ class Attention(Block):
         attention.core_attention = ExactPackedAttention if exact else PackedAttention
         if self.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> AttentionStep:
+        from hpcrl.model.blocks.attention_modules import AttentionStep
+
+        return AttentionStep(self, weight, linear, eps)
 
 
 def output_projection(hidden_size: int, attended: int) -> Weight:

@@ -1,9 +1,9 @@
-"""Causal attention over packed sequences of different lengths."""
+"""Causal attention: over packed sequences of different lengths in training, over a cache in rollout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -11,10 +11,16 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hpcrl.kernels.layers import apply_rope
+from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.packed_attention import by_library, is_fused
+from hpcrl.kernels.store_heads import HeadWeights
 from hpcrl.model.exact import exact_attention
 from hpcrl.model.gpt import PackedTokens, Tail
+
+if TYPE_CHECKING:
+    from hpcrl.model.blocks.attention import Attention
+
+Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 class PackedAttention(torch.nn.Module):
@@ -98,6 +104,84 @@ class ExactPackedAttention(PackedAttention):
         grouped = query.unflatten(1, (key.size(1), -1)).transpose(2, 3)
         positions = torch.arange(query.size(2), device=query.device).unsqueeze(0)
         return exact_attention(grouped, key, value, positions).transpose(2, 3).flatten(1, 2)
+
+
+class StoredTokens(Protocol):
+    """The n new tokens of one call of a rollout engine's decoder. rope_positions: (n,) or (3, n), as in
+    `rope_cos_sin`."""
+
+    rope_positions: Tensor
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys (n, KV heads, key_dim) and values (n, KV heads, value_dim) to the cache."""
+
+
+class CachedAttention:
+    """Attention of new tokens to those of a cache and to each other, in any layer of one call of the decoder."""
+
+    new: StoredTokens
+    takes_product = False  # whether `of_product` may be called
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Map queries (n, KV heads, queries of a head, key_dim), keys and values as in `StoredTokens.store`, to (n, KV
+        heads, queries of a head, value_dim)."""
+        raise NotImplementedError
+
+    def of_product(self, layer: int, mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor) -> Tensor:
+        """The same from the product of queries, keys and values, with the arguments of `store_heads`."""
+        raise NotImplementedError
+
+
+class Rope(Protocol):
+    """Rotary embedding of heads (n, KV heads, heads, head_dim)."""
+
+    def __call__(self, heads: Tensor) -> Tensor: ...
+
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]: ...
+
+
+class AttentionStep:
+    """Grouped-query attention in rollout."""
+
+    def __init__(self, block: Attention, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> None:
+        self._block, self._linear = block, linear
+        self._qkv, self._proj = (weight(f"self_attention.linear_{name}.weight") for name in ("qkv", "proj"))
+        bias = weight("self_attention.linear_qkv.bias") if block.qkv_bias else None
+        query, key = (weight(f"self_attention.{head}_layernorm.weight") if block.qk_norm else None for head in "qk")
+        self._weights = HeadWeights(bias, query, key, eps)
+        self._num_groups = len(self._qkv) * block.num_groups // block.num_rows
+
+    def __call__(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rope) -> Tensor:
+        """Map x (n, hidden) to this rank's part of the output (n, hidden)."""
+        if attention.takes_product:
+            attended = attention.of_product(layer, self._linear(x, self._qkv), self._weights, *rotate.angles)
+        else:
+            attended = attention(layer, *self._heads(x, rotate))
+        return self._linear(attended.flatten(1), self._proj)
+
+    def store(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rope) -> None:
+        """Write to the cache only."""
+        _, keys, values = self._heads(x, rotate)
+        attention.new.store(layer, keys, values)
+
+    def _heads(self, x: Tensor, rotate: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values."""
+        mixed = self._linear(x, self._qkv)
+        if self._weights.bias is not None:
+            mixed = mixed + self._weights.bias
+        # (n, KV heads, queries of a head + key + value, head_dim)
+        heads = mixed.view(len(mixed), self._num_groups, -1, self._block.head_dim)
+        rotated = rotate(self._normed(heads[:, :, :-1]))
+        return rotated[:, :, :-1], rotated[:, :, -1], heads[:, :, -1]
+
+    def _normed(self, heads: Tensor) -> Tensor:
+        """Normalise each head of queries and key (n, KV heads, heads, head_dim) in models with QK norm."""
+        _, query_norm, key_norm, eps = self._weights
+        if query_norm is None or key_norm is None:
+            return heads
+        queries, key = rms_norm(heads[:, :, :-1], query_norm, eps), rms_norm(heads[:, :, -1:], key_norm, eps)
+        return torch.cat((queries, key), dim=2)
 
 
 def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -6,14 +6,16 @@ it can do. Its methods that build modules import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from torch import Tensor
 
+    from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.runtime.groups import RoleGroups
 
 Size: TypeAlias = tuple[int, ...]  # of a tensor
@@ -80,6 +82,11 @@ class Block:
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
         """Set the block's modules in a layer of megatron's local spec."""
+        raise NotImplementedError
+
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> Any:
+        """Return what the block computes in rollout, from a rank's weights by their names within the layer: an object
+        such as `AttentionStep`, or `FeedForwardStep` for a block of the MLP. eps: of norms."""
         raise NotImplementedError
 
 

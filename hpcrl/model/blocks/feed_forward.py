@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +10,10 @@ from hpcrl.model.blocks.block import Block, Feature, Projection, Weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from torch import Tensor
 
+    from hpcrl.model.blocks.attention_modules import Linear
+    from hpcrl.model.blocks.layers import FeedForwardStep
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -38,6 +41,11 @@ class FeedForward(Block):
         from hpcrl.model.blocks.layers import use_swiglu
 
         use_swiglu(spec)
+
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> FeedForwardStep:
+        from hpcrl.model.blocks.layers import FeedForwardStep
+
+        return FeedForwardStep(weight("mlp.linear_fc1.weight"), weight("mlp.linear_fc2.weight"), linear)
 
 
 def gated_weights(prefix: str, hidden_size: int, ffn_hidden_size: int) -> Iterator[Weight]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +11,10 @@ from hpcrl.model.blocks.block import Block, Feature, Weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from torch import Tensor
 
+    from hpcrl.model.blocks.attention_modules import Linear
+    from hpcrl.model.blocks.latent_modules import LatentStep
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -72,3 +75,8 @@ class Latent(Block):
         from hpcrl.model.blocks.latent_modules import latent_attention
 
         spec.submodules.self_attention = latent_attention(self)
+
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> LatentStep:
+        from hpcrl.model.blocks.latent_modules import LatentStep
+
+        return LatentStep(self, weight, linear)

@@ -1,7 +1,9 @@
-"""Modules of multi-head latent attention."""
+"""Multi-head latent attention: a layer of megatron, and the step in rollout."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from hpcrl.kernels.layers import apply_rope
-from hpcrl.model.blocks.attention_modules import PackedAttention
+from hpcrl.kernels.layers import apply_rope, rms_norm
+from hpcrl.model.blocks.attention_modules import CachedAttention, Linear, PackedAttention, Rope
 from hpcrl.model.blocks.layers import LATENT_NORM_EPS, RMSNorm
 from hpcrl.model.blocks.rope import deinterleave
 from hpcrl.model.gpt import PackedTokens
@@ -139,3 +141,61 @@ def latent_attention(block: Latent) -> ModuleSpec:
             linear_qkv=None, core_attention=RotatedAttention, linear_proj=RowParallelLinear
         ),
     )
+
+
+class LatentStep:
+    """Latent attention in rollout, which caches latents (section 2.1.2 of the paper).
+
+    A head's key is a linear map of the token's latent; the map is applied to the query instead, so that all heads
+    attend to the latents themselves, and the attended latents are mapped to the heads' values afterwards.
+    """
+
+    def __init__(self, block: Latent, weight: Callable[[str], Tensor], linear: Linear) -> None:
+        def of(name: str) -> Tensor:
+            return weight(f"self_attention.{name}.weight")
+
+        self._block, self._widths, self._linear = block, block.widths, linear
+        self._kv_down, self._kv_norm, self._kv_up = (
+            of(name) for name in ("linear_kv_down_proj", "kv_layernorm", "linear_kv_up_proj")
+        )
+        self._proj = of("linear_proj")
+        self._q_down: tuple[Tensor, Tensor] | None = None  # and its norm
+        if self._widths.q_lora_rank is None:
+            self._q_up = of("linear_q_proj")
+        else:
+            self._q_down, self._q_up = (of("linear_q_down_proj"), of("q_layernorm")), of("linear_q_up_proj")
+
+    def __call__(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rope) -> Tensor:
+        """Map x (n, hidden) to this rank's part of the output (n, hidden)."""
+        attended = attention(layer, *self._heads(x, rotate))
+        to_value = self._by_head[:, self._widths.qk_nope_head_dim :]
+        return self._linear(torch.einsum("nghl,hvl->nhv", attended, to_value).flatten(1), self._proj)
+
+    def store(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rope) -> None:
+        """Write to the cache only."""
+        _, keys, values = self._heads(x, rotate)
+        attention.new.store(layer, keys, values)
+
+    def _heads(self, x: Tensor, rotate: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (n, 1, heads of this rank, width), keys (n, 1, width) and values (n, 1, kv_lora_rank), with
+        width = kv_lora_rank + qk_rope_head_dim, for an attention that divides by the square root of this width."""
+        widths, linear = self._widths, self._linear
+        queries = x if self._q_down is None else rms_norm(linear(x, self._q_down[0]), self._q_down[1], LATENT_NORM_EPS)
+        queries, rotary_queries = (
+            linear(queries, self._q_up)
+            .unflatten(-1, (1, -1, self._block.head_dim))
+            .split([widths.qk_nope_head_dim, widths.qk_rope_head_dim], -1)
+        )
+        latent, rotary_key = linear(x, self._kv_down).split([widths.kv_lora_rank, widths.qk_rope_head_dim], -1)
+        latent = rms_norm(latent, self._kv_norm, LATENT_NORM_EPS)
+        rotated = rotate(deinterleave(torch.cat((rotary_queries, rotary_key[:, None, None]), dim=2)))
+        to_key = self._by_head[:, : widths.qk_nope_head_dim]
+        queries = torch.cat((torch.einsum("nghd,hdl->nghl", queries, to_key), rotated[:, :, :-1]), -1)
+        keys = torch.cat((latent[:, None], rotated[:, :, -1]), -1)
+        scale = self._block.softmax_scale * math.sqrt(keys.size(-1))
+        return queries * scale, keys, keys[..., : widths.kv_lora_rank]
+
+    @property
+    def _by_head(self) -> Tensor:
+        """(heads, qk_nope_head_dim + v_head_dim, kv_lora_rank)."""
+        return self._kv_up.unflatten(0, (-1, self._widths.qk_nope_head_dim + self._widths.v_head_dim))

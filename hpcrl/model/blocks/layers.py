@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,19 @@ class SwiGLU(torch.nn.Module):
     def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
         """Empty; megatron's MLP calls it on each of its modules."""
         return {}
+
+
+class FeedForwardStep:
+    """The SwiGLU network in rollout."""
+
+    num_chosen = 0
+
+    def __init__(self, fc1: Tensor, fc2: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._fc1, self._fc2, self._linear = fc1, fc2, linear
+
+    def __call__(self, x: Tensor, chosen: list[Tensor] | None = None) -> Tensor:
+        """Map x (n, hidden) to this rank's part of the output (n, hidden)."""
+        return self._linear(swiglu(self._linear(x, self._fc1)), self._fc2)
 
 
 def use_swiglu(spec: ModuleSpec) -> None:

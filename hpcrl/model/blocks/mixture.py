@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -12,7 +12,10 @@ from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from torch import Tensor
 
+    from hpcrl.model.blocks.attention_modules import Linear
+    from hpcrl.model.blocks.router import MixtureStep
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -84,3 +87,8 @@ class MixtureOfExperts(Block):
 
         use_router(spec, self, groups)
         use_swiglu(spec)
+
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> MixtureStep:
+        from hpcrl.model.blocks.router import MixtureStep
+
+        return MixtureStep(self, weight, linear)

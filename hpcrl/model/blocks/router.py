@@ -17,6 +17,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from hpcrl.kernels.grouped_experts import Experts, mixture
+from hpcrl.model.blocks.layers import FeedForwardStep
 from hpcrl.model.gpt import PackedTokens
 from hpcrl.runtime.megatron_versions import use_mixture
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from torch.distributed import ProcessGroup
 
+    from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.mixture import MixtureOfExperts
     from hpcrl.runtime.groups import RoleGroups
 
@@ -66,6 +69,53 @@ def by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
     """Return the places of flat `ids` (n, topk) sorted by expert, int64 (n * topk,), and the count of each expert."""
     flat = ids.flatten()
     return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts).tolist()
+
+
+class MixtureStep:
+    """A mixture of experts in rollout."""
+
+    def __init__(self, block: MixtureOfExperts, weight: Callable[[str], Tensor], linear: Linear) -> None:
+        self._block, self._linear, self.num_chosen = block, linear, block.topk
+        self._router = weight("mlp.router.weight")
+        self._bias = weight("mlp.router.expert_bias") if block.has_score_bias else None
+        self._shared = None
+        if block.shared_ffn_hidden_size:
+            fc1, fc2 = (weight(f"mlp.shared_experts.linear_{fc}.weight") for fc in ("fc1", "fc2"))
+            self._shared = FeedForwardStep(fc1, fc2, linear)
+        fc1s, fc2s = (
+            [weight(f"mlp.experts.local_experts.{number}.linear_{fc}.weight") for number in range(block.num_experts)]
+            for fc in ("fc1", "fc2")
+        )
+        self._experts = [FeedForwardStep(fc1, fc2, linear) for fc1, fc2 in zip(fc1s, fc2s, strict=True)]
+        # A CPU does not wait for counts, and its grouped product also takes time for experts without tokens.
+        self._grouped = None if self._router.device.type == "cpu" else Experts.of(fc1s, fc2s)
+
+    def __call__(self, x: Tensor, chosen: list[Tensor] | None = None) -> Tensor:
+        """Map x (n, hidden) to this rank's part of the weighted sum of each token's experts (n, hidden). Appends the
+        experts, int64 (n, topk), to `chosen`."""
+        weights, ids = self.route(x, chosen)
+        if self._grouped is not None:
+            mixed = mixture(x, weights, ids, self._grouped)
+        else:
+            mixed = self._mixed(x, weights, ids)
+        if self._shared is not None:
+            mixed += self._shared(x)
+        return mixed
+
+    def route(self, x: Tensor, chosen: list[Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return weights and ids of each token's experts."""
+        weights, ids = route(self._linear(x.float(), self._router.float()), self._block, self._bias)
+        if chosen is not None:
+            chosen.append(ids)
+        return weights, ids
+
+    def _mixed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        places, counts = by_expert(ids, self._block.num_experts)
+        parts = x[places // self._block.topk].split(counts)
+        outputs = [expert(part) for expert, part in zip(self._experts, parts, strict=True) if len(part)]
+        weighted = x.new_empty(len(places), x.size(1))
+        weighted[places] = torch.cat(outputs)
+        return (weighted.unflatten(0, weights.shape) * weights.unsqueeze(-1).to(x.dtype)).sum(1)
 
 
 @dataclass

@@ -1,40 +1,37 @@
-"""Attention over the KV cache: prefill and decode, exact mode, paged GPU kernels, and latent attention.
+"""Attention over the KV cache: prefill and decode, exact mode, and paged GPU kernels.
 
 An attention object is made for one call of the decoder and its `NewTokens`. It is called once per layer with their flat
 queries (n, KV heads, queries per KV head, key_dim), keys (n, KV heads, key_dim) and values (n, KV heads, value_dim),
 all after RoPE. It stores keys and values in the cache and returns outputs (n, KV heads, queries per KV head,
 value_dim). Products of queries and keys are divided by sqrt(key_dim).
-
-Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1.2) caches latents. A head's key is a linear map of the
-token's latent; the map is applied to the query instead, so that all heads attend to the latents themselves, and the
-attended latents are mapped to the heads' values afterwards.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpcrl.kernels.decode_attention import Cut, PagedRows, decode_attention, is_fused
-from hpcrl.kernels.layers import rms_norm
 from hpcrl.kernels.packed_attention import Sequences, packed_attention
 from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, store_heads
 from hpcrl.kernels.vocabulary import LOG2_E
-from hpcrl.model.blocks.layers import LATENT_NORM_EPS
-from hpcrl.model.blocks.rope import deinterleave
+from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.exact import exact_attention
-from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.rollout.engines.native.cache_layout import CachedHeads
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache
 
 
-class ExactAttention:
+class HostAttention(CachedAttention):
+    """Attention of `NewTokens`, whose rows the host knows."""
+
+    new: NewTokens
+
+
+class ExactAttention(HostAttention):
     """Gathers everything that a row has cached and masks it after each query's own token. Slow; used in exact mode."""
 
     def __init__(self, new: NewTokens) -> None:
@@ -57,12 +54,15 @@ class ExactAttention:
         return outputs.transpose(1, 2)[self._sequences, self._places]
 
 
-class PagedAttention:
+class PagedAttention(CachedAttention):
     """One token of each of n rows, by the paged kernels, from tensors on the device only.
 
     All int32: `blocks` holds the rows' blocks, from place `starts` (n,) on, at most `width` each; `cached` (n,) are the
     rows' cached tokens. Rows from `num_rows` (1,) on repeat the first one, and compute and store the same numbers.
     """
+
+    new: StoredTokens
+    takes_product = True
 
     def __init__(
         self,
@@ -93,7 +93,6 @@ class PagedAttention:
         return self._attend(layer, queries)
 
     def of_product(self, layer: int, mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor) -> Tensor:
-        """The same from the product of queries, keys and values, with the arguments of `store_heads`."""
         cache, new = self._cache, self.new
         slots = CacheSlots(cache.keys[layer], cache.values[layer], *new.places)
         return self._attend(layer, store_heads(mixed, weights, cos, sin, slots))
@@ -151,14 +150,7 @@ class NewTokens(StoredTokens):
         super().__init__(cache, torch.from_numpy(positions).to(cache.device), places, own)
 
 
-class Attention(Protocol):
-    @property
-    def new(self) -> StoredTokens: ...
-
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
-
-
-class PrefillAttention:
+class PrefillAttention(HostAttention):
     """Packed sequences without cached tokens: they attend to the tokens of this call only."""
 
     def __init__(self, new: NewTokens) -> None:
@@ -203,7 +195,7 @@ class _Run(NamedTuple):
     bias: Tensor | None
 
 
-class DecodeAttention:
+class DecodeAttention(HostAttention):
     """One token of each of rows 0..n-1: two batched products over the keys and values of a run of rows."""
 
     def __init__(self, new: NewTokens) -> None:
@@ -248,7 +240,7 @@ PART_TOKENS = 64  # cached tokens that a part of a long prompt attends to at a t
 MASKED = -1e30  # finite, so that the maximum of a fully masked part is finite
 
 
-class ContinuedAttention:
+class ContinuedAttention(HostAttention):
     """The next part of one sequence that is too long for one prefill call.
 
     Processes a few of the sequence's cached tokens at a time, so that its memory depends on the part and not on the
@@ -284,61 +276,3 @@ class ContinuedAttention:
             maxima = new_maxima
         outputs = outputs.div_(sums).to(queries.dtype).view(heads, tokens, per_head, -1)
         return outputs.transpose(0, 1)
-
-
-Linear = Callable[[Tensor, Tensor], Tensor]
-
-
-class LatentWeights(NamedTuple):
-    """Weights of one layer; the first two are None in a model whose queries come from the hidden state itself."""
-
-    q_down: Tensor | None
-    q_norm: Tensor | None
-    q_up: Tensor
-    kv_down: Tensor
-    kv_norm: Tensor
-    kv_up: Tensor
-
-    @classmethod
-    def of_layer(cls, mla: LatentAttention, weight: Callable[[str], Tensor]) -> LatentWeights:
-        def of(name: str) -> Tensor:
-            return weight(f"self_attention.{name}.weight")
-
-        latents = of("linear_kv_down_proj"), of("kv_layernorm"), of("linear_kv_up_proj")
-        if mla.q_lora_rank is None:
-            return cls(None, None, of("linear_q_proj"), *latents)
-        return cls(of("linear_q_down_proj"), of("q_layernorm"), of("linear_q_up_proj"), *latents)
-
-
-def queries_and_keys(
-    x: Tensor, weights: LatentWeights, shape: ModelShape, linear: Linear, rotate: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Map `x` (n, hidden) to queries (n, 1, heads, kv_lora_rank + rope_dim) of this rank's heads and keys (n, 1,
-    kv_lora_rank + rope_dim), for an attention that divides by the square root of this width."""
-    mla = shape.mla
-    assert mla is not None
-    if weights.q_down is None or weights.q_norm is None:
-        queries = linear(x, weights.q_up)
-    else:
-        queries = linear(rms_norm(linear(x, weights.q_down), weights.q_norm, LATENT_NORM_EPS), weights.q_up)
-    queries, rotary_queries = queries.unflatten(-1, (1, -1, shape.head_dim)).split(
-        [mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1
-    )
-    latent, rotary_key = linear(x, weights.kv_down).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
-    latent = rms_norm(latent, weights.kv_norm, LATENT_NORM_EPS)
-    rotated = rotate(deinterleave(torch.cat((rotary_queries, rotary_key[:, None, None]), dim=2)))
-    to_key = _by_head(weights.kv_up, mla)[:, : mla.qk_nope_head_dim]
-    queries = torch.cat((torch.einsum("nghd,hdl->nghl", queries, to_key), rotated[:, :, :-1]), -1)
-    keys = torch.cat((latent[:, None], rotated[:, :, -1]), -1)
-    return queries * (shape.softmax_scale * math.sqrt(keys.size(-1))), keys
-
-
-def values_of(attended: Tensor, weights: LatentWeights, mla: LatentAttention) -> Tensor:
-    """Map attended latents (n, 1, heads, kv_lora_rank) to the heads' values (n, heads * v_head_dim)."""
-    to_value = _by_head(weights.kv_up, mla)[:, mla.qk_nope_head_dim :]
-    return torch.einsum("nghl,hvl->nhv", attended, to_value).flatten(1)
-
-
-def _by_head(kv_up: Tensor, mla: LatentAttention) -> Tensor:
-    """(heads, qk_nope_head_dim + v_head_dim, kv_lora_rank)."""
-    return kv_up.unflatten(0, (-1, mla.qk_nope_head_dim + mla.v_head_dim))

@@ -9,10 +9,10 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
+from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.exact import exact_log_softmax
 from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.attention import (
-    Attention,
     ContinuedAttention,
     DecodeAttention,
     ExactAttention,
@@ -202,7 +202,7 @@ class GenerateCall:
     def _fill(self, tokens: PrefillTokens, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens, if they are recorded."""
         kind = ExactAttention if self.decoder.tp.exact else ContinuedAttention if starts[0] else PrefillAttention
-        attention: Attention = kind(NewTokens(self.cache, rows, starts, lengths, tokens.rope_positions))
+        attention: CachedAttention = kind(NewTokens(self.cache, rows, starts, lengths, tokens.rope_positions))
         chosen: list[torch.Tensor] | None = [] if self._records else None
         device = self.cache.device
         features = tokens.token_features(self.cache.dtype, device)
@@ -242,7 +242,7 @@ class GenerateCall:
         new = NewTokens(self.cache, rows, places, np.ones_like(rows), shifted)
         token_ids = torch.from_numpy(batch.last_tokens[rows]).to(self.cache.device)
         chosen: list[torch.Tensor] | None = [] if self._records else None
-        attention: Attention = ExactAttention(new) if self.decoder.tp.exact else DecodeAttention(new)
+        attention: CachedAttention = ExactAttention(new) if self.decoder.tp.exact else DecodeAttention(new)
         logits = self.decoder.forward(token_ids, attention, chosen)
         uniform = batch.uniforms(self.trainer_step)
         tp, vocab_size = self.decoder.tp, self.decoder.vocab_size
