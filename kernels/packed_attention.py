@@ -25,8 +25,8 @@ HOPPER = 9  # major compute capability, for which FlashAttention 3 is built
 
 log = logging.getLogger(__name__)
 
-# query, key and value, bounds, longest, scale -> output, as in `packed_attention`
-Library = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
+# query, key and value, bounds, longest, scale, window -> output, as in `packed_attention`
+Library = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
 
 
 class Sequences(NamedTuple):
@@ -49,9 +49,15 @@ class Sequences(NamedTuple):
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Return softmax(scale q k) v over the tokens of the same sequence up to each query's own position.
+    """Return softmax(scale q k) v over the tokens of the same sequence up to each query's own position, of these the
+    last `window`; None: all.
 
     query: (T, heads, key_dim); key: (T, KV heads, key_dim); value: (T, KV heads, value_dim), no wider; fp32, bf16 or
     fp16. The result is (T, heads, value_dim). `scale`: None is 1 / sqrt(key_dim). Moves all of them once; about heads
@@ -60,18 +66,24 @@ def packed_attention(
     Not yet run with a library on a GPU. Without one, tokens are padded to the longest sequence.
     """
     if is_fused(query):
-        return by_library(query, key, value, sequences.bounds, sequences.longest, scale)
+        return by_library(query, key, value, sequences.bounds, sequences.longest, scale, window)
     width = value.size(-1)
-    return _padded(query, key, _as_wide(value, key), sequences, scale)[..., :width]
+    return _padded(query, key, _as_wide(value, key), sequences, scale, window)[..., :width]
 
 
 def by_library(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """The same if `is_fused(query)`, without each token's number and position."""
     library, width = _library(), value.size(-1)
     assert library is not None
-    return library(query, key, _as_wide(value, key), bounds, longest, scale)[..., :width]
+    return library(query, key, _as_wide(value, key), bounds, longest, scale, window)[..., :width]
 
 
 def is_fused(query: Tensor) -> bool:
@@ -114,9 +126,11 @@ def _library() -> Library | None:
         # Older versions accept fewer key heads than query heads without this argument.
         grouped = {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
-        def of_torch(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
+        def of_torch(
+            q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
+        ) -> Tensor:
             sizes = bounds, bounds, longest, longest
-            return varlen_attn(q, k, v, *sizes, scale=scale, window_size=(-1, 0), **grouped)
+            return varlen_attn(q, k, v, *sizes, scale=scale, window_size=_before(window, 0), **grouped)
 
         return of_torch
     try:
@@ -130,14 +144,23 @@ def of_flash_attention(package: Any) -> Library:
     arguments that are used here by the same names; the first versions of FlashAttention 3 return the log-sum-exp too.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
-        exact = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
+    ) -> Tensor:
+        options: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        if window is not None:
+            options["window_size"] = _before(window, 0)
         sizes = bounds, bounds, longest, longest
-        found = package.flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=True, **exact)
+        found = package.flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=True, **options)
         output: Tensor = found[0] if isinstance(found, tuple) else found
         return output
 
     return attend
+
+
+def _before(window: int | None, after: int) -> tuple[int, int]:
+    """Return the keys that a query attends to before and after its own, -1 for all."""
+    return (-1 if window is None else window - 1), after
 
 
 def _as_wide(value: Tensor, key: Tensor) -> Tensor:
@@ -146,10 +169,35 @@ def _as_wide(value: Tensor, key: Tensor) -> Tensor:
     return pad(value, (0, missing)) if missing else value
 
 
-def _padded(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, *, enable_gqa: bool = True
+) -> Tensor:
+    """Attention of `query` (N, heads, L, d) to `key` and `value` (N, KV heads, L, d) up to each query's own position,
+    of these the last `window`: (N, heads, L, d). A window takes products of at most window x 2 window numbers."""
+    length = query.size(2)
+    if window is None or length <= window:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    parts = []
+    for first in range(0, length, window):
+        last, lowest = min(first + window, length), max(0, first - window + 1)
+        mask = window_mask(last - first, last - lowest, window, query.device)
+        own = query[:, :, first:last], key[:, :, lowest:last], value[:, :, lowest:last]
+        parts.append(scaled_dot_product_attention(*own, mask, scale=scale, enable_gqa=enable_gqa))
+    return torch.cat(parts, 2)
+
+
+def window_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys the last `queries` tokens of a causal sequence attend to, bool (queries, keys)."""
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask if window is None else mask.triu(keys - queries - window + 1)
+
+
+def _padded(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None, window: int | None
+) -> Tensor:
     """Padding is at the end, where the causal mask hides it from every token."""
     queries, keys, values = (_pad(part, sequences) for part in (query, key, value))
-    outputs = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+    outputs = causal_attention(queries, keys, values, scale, window)
     return outputs.transpose(1, 2)[sequences.numbers, sequences.positions]
 
 

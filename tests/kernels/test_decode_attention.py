@@ -17,8 +17,9 @@ from hpcrl.kernels.decode_attention import (
     is_fused,
 )
 from hpcrl.kernels.decode_attention_triton import cut_rows as fused_cut_rows
+from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.rollout.engines.native.attention import DecodeAttention, NewTokens, PagedAttention
-from hpcrl.rollout.engines.native.cache_layout import CachedHeads
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache
@@ -195,10 +196,10 @@ def test_what_the_engine_has_in_its_place_on_the_cpu(
 ) -> None:
     """And with a row that repeats the first one, as a graph has."""
     monkeypatch.setattr("hpcrl.kernels.decode_attention.NUM_PROGRAMS", 16)
-    cache = KVCache(2, 40, heads, SIZE, 5, torch.float32, device)
-    cache.keys.normal_()
-    if not heads.value_in_key:
-        cache.values.normal_()
+    layout = CacheLayout((heads, heads))
+    cache = KVCache(layout, 40, SIZE, 5, torch.float32, device)
+    for plane in cache.planes[0].owned:
+        plane.normal_()
     # Blocks in no order: rows grow in turns, and one goes.
     lengths = np.array([20, 33, 1, 64, 50])
     table = np.zeros((5, 4), np.int32)
@@ -207,9 +208,9 @@ def test_what_the_engine_has_in_its_place_on_the_cpu(
         blocks = cache.pool.grow(rows, np.full(len(rows), tokens))
         table[cache.pool.row_of[blocks], cache.pool.order_of[blocks]] = blocks
     cache.pool.release(np.array([4]))
-    same = RowCache(2, 40, heads, SIZE, 4, 64, torch.float32)
+    same = RowCache(layout, 40, SIZE, 4, 64, torch.float32)
     for row in range(4):
-        for plane, number in ((same.keys, 0), (same.values, 1)):
+        for plane, number in ((same.planes[0].keys, 0), (same.planes[0].values, 1)):
             [span] = cache.spans(row, int(lengths[row]), 64)
             found = cache.read(1, span)[number]
             plane[1, row, :, : found.size(1)] = found
@@ -219,7 +220,7 @@ def test_what_the_engine_has_in_its_place_on_the_cpu(
     keys = torch.randn(4, heads.groups, heads.key_dim)
     values = keys[..., : heads.value_dim] if heads.value_in_key else torch.randn_like(keys)
     expected = DecodeAttention(new)(1, queries, keys, values)
-    assert PagedAttention.fits(heads, SIZE, torch.float32, device)
+    assert PagedAttention.fits(layout, SIZE, torch.float32, device)
     arrays = table.ravel(), 4 * np.array([0, 1, 2, 3, 0]), lengths[[0, 1, 2, 3, 0]] - 1, np.array([4])
     places, starts, cached, num_rows = (torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays)
     paged = PagedAttention(cache, places, starts, 4, cached, num_rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcrl.kernels import dispatch
 from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.rollout.engines.native.attention import NewTokens, PrefillAttention
-from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, cached_heads
+from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, CacheLayout
 from hpcrl.rollout.engines.native.decoder import Decoder, TensorParallel
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from tests.rollout.small_model import SHAPE
@@ -41,7 +41,7 @@ def run(shape: ModelShape, device: torch.device) -> Tensor:
     for name, weight in decoder.weights.items():
         noise = torch.randn(weight.shape)
         weight.copy_(1 + 0.1 * noise if "norm" in name else 0.2 * noise)
-    cache = KVCache(shape.num_layers, 8, cached_heads(shape, 1), BLOCK_SIZE, len(LENGTHS), torch.float32, device)
+    cache = KVCache(CacheLayout.of(shape, 1, 1 << 20), 8, BLOCK_SIZE, len(LENGTHS), torch.float32, device)
     rows = np.arange(len(LENGTHS))
     cache.pool.grow(rows, LENGTHS)
     new = NewTokens(cache, rows, np.zeros_like(LENGTHS), LENGTHS)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.native.cache_layout import block_bytes, kv_cache_bytes, max_kv_bytes
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout, kv_cache_bytes, max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
@@ -65,7 +65,7 @@ class LiveTensors(TorchDispatchMode):
 
 def make_engine(max_model_len: int, **sizes: int) -> NativeEngine:
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | sizes
-    cache = NUM_BLOCKS * block_bytes(SHAPE, 1, torch.float32.itemsize)
+    cache = NUM_BLOCKS * CacheLayout.of(SHAPE, 1, 1 << 20).block_bytes(4)
     engine = NativeEngine(
         SHAPE, None, 0, 1, torch.float32, max_model_len=max_model_len, **{"kv_cache_bytes": cache, **sizes}
     )
@@ -96,7 +96,7 @@ def peak_bytes(max_model_len: int, sampling: SamplingParams, **sizes: int) -> tu
         tracemalloc.stop()
     cache = engine._cache
     constant = list(engine.weights().values())
-    with LiveTensors([*constant, cache.keys, cache.values]) as tensors:
+    with LiveTensors([*constant, *cache.planes[0].owned]) as tensors:
         completions = engine.generate(make_requests(), sampling, seed=0, step=0)
     return sum(tensor.nbytes for tensor in constant) + tensors.peak + others, completions
 
@@ -121,7 +121,7 @@ def test_memory_does_not_grow_with_the_longest_response() -> None:
 
 def test_memory_does_not_grow_with_a_limit_that_no_response_reaches() -> None:
     limit, stops = 16_000, tuple(range(2, 12))
-    cache = {"kv_cache_bytes": 512 * block_bytes(SHAPE, 1, torch.float32.itemsize)}
+    cache = {"kv_cache_bytes": 512 * CacheLayout.of(SHAPE, 1, 1 << 20).block_bytes(4)}
     peak_bytes(limit + 130, SamplingParams(SHORT, eos_token_ids=stops), **cache)  # what is cached the first time
     short, _ = peak_bytes(limit + 130, SamplingParams(SHORT, eos_token_ids=stops), **cache)
     long, completions = peak_bytes(limit + 130, SamplingParams(limit, eos_token_ids=stops), **cache)
@@ -132,7 +132,7 @@ def test_memory_does_not_grow_with_a_limit_that_no_response_reaches() -> None:
 def test_the_cache_takes_its_share_of_what_is_free_and_no_more_than_the_job_can_use() -> None:
     sizes = {"max_num_seqs": 8, "max_model_len": 100}
     most = max_kv_bytes(SHAPE, 1, torch.float32.itemsize, **sizes)
-    assert most == 8 * 4 * block_bytes(SHAPE, 1, torch.float32.itemsize)
+    assert most == 8 * 4 * CacheLayout.of(SHAPE, 1, 1 << 20).block_bytes(4)
     assert kv_cache_bytes(SHAPE, 1, torch.float32.itemsize, **sizes, free_bytes=most, utilization=0.25) == most // 4
     assert kv_cache_bytes(SHAPE, 1, torch.float32.itemsize, **sizes, free_bytes=100 * most, utilization=0.25) == most
     assert max_kv_bytes(SHAPE, 2, torch.bfloat16.itemsize, **sizes) == pytest.approx(most / 4, rel=0.2)
@@ -145,7 +145,7 @@ def resident_bytes(cache: RowCache) -> int:
         name, *values = line.split()
         if not name.endswith(":"):
             first, end = (int(address, 16) for address in name.split("-"))
-            is_inside = any(first <= plane.data_ptr() < end for plane in (cache.keys, cache.values))
+            is_inside = any(first <= plane.data_ptr() < end for plane in cache.planes[0].owned)
         elif name == "Rss:" and is_inside:
             total += int(values[0]) * 1024
     return total
@@ -162,8 +162,8 @@ def test_the_cache_takes_no_more_than_it_is_told() -> None:
             found.append(resident_bytes(cache))
 
     engine.generate(make_requests(), SamplingParams(300, ignore_eos=True), seed=0, step=0, on_step=watch)
-    allowed = NUM_BLOCKS * block_bytes(SHAPE, 1, torch.float32.itemsize)
-    assert cache.keys.nbytes + cache.values.nbytes == 8 * allowed
+    allowed = NUM_BLOCKS * CacheLayout.of(SHAPE, 1, 1 << 20).block_bytes(4)
+    assert sum(plane.nbytes for plane in cache.planes[0].owned) == 8 * allowed
     most_edges = 2 * 2 * SHAPE.num_layers * 8 * mmap.PAGESIZE  # pages that belong to two rows
     assert 0.5 * allowed < max(found) < allowed + most_edges
     engine.sleep()
@@ -172,4 +172,4 @@ def test_the_cache_takes_no_more_than_it_is_told() -> None:
 
 def test_a_cache_that_cannot_hold_one_sequence_is_refused_at_start() -> None:
     with pytest.raises(InputError, match="one sequence of max_model_len=100"):
-        make_engine(100, kv_cache_bytes=3 * block_bytes(SHAPE, 1, torch.float32.itemsize))
+        make_engine(100, kv_cache_bytes=3 * CacheLayout.of(SHAPE, 1, 1 << 20).block_bytes(4))

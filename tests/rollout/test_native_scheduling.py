@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcrl.rollout.engines.native import attention, generate_call
-from hpcrl.rollout.engines.native.cache_layout import block_bytes
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.decoder import Decoder
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.row_cache import RowCache
@@ -25,7 +25,7 @@ REQUESTS = make_requests(6, 4, longest=140)
 
 def make_engine(num_blocks: int | None = None, **options: Any) -> NativeEngine:
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": MAX_MODEL_LEN} | options
-    cache = None if num_blocks is None else num_blocks * block_bytes(SHAPE, 1, torch.float32.itemsize)
+    cache = None if num_blocks is None else num_blocks * CacheLayout.of(SHAPE, 1, 1 << 20).block_bytes(4)
     engine = NativeEngine(SHAPE, None, 0, 1, torch.float32, kv_cache_bytes=cache, **options)
     draw_weights(engine)
     return engine

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.native.cache_layout import block_bytes
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.paged_decode import graph_size
 from hpcrl.rollout.engines.native.scheduler import Scheduler
@@ -32,7 +32,7 @@ def device() -> torch.device:
 
 
 def make_engine(device: torch.device, shape: ModelShape = SHAPE, num_blocks: int | None = None) -> NativeEngine:
-    cache = None if num_blocks is None else num_blocks * block_bytes(shape, 1, torch.float32.itemsize)
+    cache = None if num_blocks is None else num_blocks * CacheLayout.of(shape, 1, 1 << 20).block_bytes(4)
     engine = NativeEngine(
         shape,
         None,

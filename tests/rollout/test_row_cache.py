@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.rollout.engines.native.attention import MIN_SAVED, DecodeAttention, NewTokens, cut_by_length, padded_tokens
-from hpcrl.rollout.engines.native.cache_layout import CachedHeads
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.kv_cache import Moves
 from hpcrl.rollout.engines.native.row_cache import RowCache
 
@@ -18,12 +19,12 @@ LENGTHS = np.array([900, 3, 17, 850, 1, 700])
 
 
 def filled(heads: CachedHeads, dtype: torch.dtype = torch.float32, num_blocks: int = 400) -> RowCache:
-    cache = RowCache(2, num_blocks, heads, 16, len(LENGTHS), 1024, dtype)
+    cache = RowCache(CacheLayout((heads, heads)), num_blocks, 16, len(LENGTHS), 1024, dtype)
     cache.pool.grow(np.arange(len(LENGTHS)), LENGTHS)
     for row, length in enumerate(LENGTHS):
-        cache.keys[:, row, :, :length] = torch.randn(2, heads.groups, length, heads.key_dim)
+        cache.planes[0].keys[:, row, :, :length] = torch.randn(2, heads.groups, length, heads.key_dim)
         if not heads.value_in_key:
-            cache.values[:, row, :, :length] = torch.randn(2, heads.groups, length, heads.value_dim)
+            cache.planes[0].values[:, row, :, :length] = torch.randn(2, heads.groups, length, heads.value_dim)
     return cache
 
 
@@ -37,7 +38,7 @@ def test_attention_of_a_row_is_that_of_its_own_tokens(heads: CachedHeads, rows: 
     values = keys[..., : heads.value_dim] if heads.value_in_key else torch.randn_like(keys)
     found = DecodeAttention(NewTokens(cache, rows, LENGTHS[rows] - 1, np.ones_like(rows)))(1, queries, keys, values)
     for row in rows:
-        own_keys, own_values = (plane[1, row, :, : LENGTHS[row]].float() for plane in (cache.keys, cache.values))
+        own_keys, own_values = (plane[1, row, :, : LENGTHS[row]].float() for plane in cache.planes[0][2:])
         assert torch.equal(own_keys[:, -1], keys[row].float())  # it was stored
         scores = queries[row].float() @ own_keys.transpose(1, 2) * heads.key_dim**-0.5
         tolerance = 1e-5 if dtype == torch.float32 else 0.03
@@ -49,13 +50,13 @@ def test_rows_move_with_their_tokens() -> None:
     for num_blocks in (400, 200):
         cache = filled(HEADS, num_blocks=num_blocks)
         free = cache.pool.num_free
-        before = [cache.keys[:, row, :, :length].clone() for row, length in enumerate(LENGTHS)]
+        before = [cache.planes[0].keys[:, row, :, :length].clone() for row, length in enumerate(LENGTHS)]
         cache.remove(np.array([0, 2]), Moves(np.array([4, 5]), np.array([0, 2])))
         names = np.array([4, 1, 5, 3])
         order = np.argsort(-LENGTHS[names], kind="stable")
         cache.reorder(order)
         for row, name in enumerate(names[order]):
-            assert torch.equal(cache.keys[:, row, :, : LENGTHS[name]], before[name])
+            assert torch.equal(cache.planes[0].keys[:, row, :, : LENGTHS[name]], before[name])
             assert cache.pool.count_of[row] == -(-LENGTHS[name] // 16)
         assert cache.pool.num_free == free + sum(-(-LENGTHS[row] // 16) for row in (0, 2))
 

@@ -14,7 +14,7 @@ from hpcrl.config.schema import EngineConfig, JudgeConfig
 from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision
-from hpcrl.rollout.engines.native.cache_layout import max_kv_bytes
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout, blocks_for
 from hpcrl.runtime.layout import Layout
 
 FP32, INT64 = 4, 8
@@ -183,7 +183,9 @@ def native_kv_cache(
     left when the engine is built, its weights included; None: any."""
     if cfg.kv_cache_gib is not None:
         return int(cfg.kv_cache_gib * GIB)
-    least, most = (max_kv_bytes(shape, tp, itemsize, n, longest) for n in (1, cfg.max_num_seqs))
+    layout = CacheLayout.of(shape, tp, longest)
+    least = cfg.max_num_seqs * layout.sequence_bytes(itemsize) + blocks_for(longest) * layout.block_bytes(itemsize)
+    most = layout.most_bytes(itemsize, cfg.max_num_seqs, longest)
     return most if free is None else max(least, min(most, int(free * cfg.gpu_memory_utilization)))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpcrl.model.blocks.block import Block, Feature, Projection, Weight
+from hpcrl.model.blocks.block import Block, CachedHeads, Feature, Projection, Weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -73,6 +73,9 @@ class Attention(Block):
         attention.core_attention = ExactPackedAttention if exact else PackedAttention
         if self.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+    def cached(self, tp_size: int) -> CachedHeads:
+        return CachedHeads(self.num_groups // tp_size, self.num_heads // self.num_groups, self.head_dim, self.head_dim)
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> AttentionStep:
         from hpcrl.model.blocks.attention_modules import AttentionStep

@@ -6,6 +6,7 @@ it can do. Its methods that build modules import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,34 @@ class Projection(NamedTuple):
 
     name: str
     rows: int
+
+
+class CachedHeads(NamedTuple):
+    """What a rank caches of each token: keys and values of `groups` heads, each with `queries` query heads, and their
+    widths. With value_in_key the first `value_dim` elements of a key are also its value. window: the last tokens that
+    attention sees; None: all."""
+
+    groups: int
+    queries: int
+    key_dim: int
+    value_dim: int
+    value_in_key: bool = False
+    window: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token."""
+        return self.groups * (self.key_dim if self.value_in_key else self.key_dim + self.value_dim)
+
+
+class CachedState(NamedTuple):
+    """Tensors of these sizes for each sequence, whatever its length; fp32."""
+
+    sizes: tuple[Size, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(size) for size in self.sizes)
 
 
 @dataclass(frozen=True)
@@ -83,6 +112,10 @@ class Block:
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
         """Set the block's modules in a layer of megatron's local spec."""
         raise NotImplementedError
+
+    def cached(self, tp_size: int) -> CachedHeads | CachedState | None:
+        """Return what a rank caches in rollout; None: nothing."""
+        return None
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> Any:
         """Return what the block computes in rollout, from a rank's weights by their names within the layer: an object

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.model.blocks.attention import output_projection
-from hpcrl.model.blocks.block import Block, Feature, Weight
+from hpcrl.model.blocks.block import Block, CachedHeads, Feature, Weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -75,6 +75,12 @@ class Latent(Block):
         from hpcrl.model.blocks.latent_modules import latent_attention
 
         spec.submodules.self_attention = latent_attention(self)
+
+    def cached(self, tp_size: int) -> CachedHeads:
+        """One head, the latent with the shared rotary key."""
+        rank = self.widths.kv_lora_rank
+        width = rank + self.widths.qk_rope_head_dim
+        return CachedHeads(1, self.num_heads // tp_size, width, rank, value_in_key=True)
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> LatentStep:
         from hpcrl.model.blocks.latent_modules import LatentStep

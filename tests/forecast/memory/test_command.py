@@ -203,7 +203,7 @@ def test_an_engine_has_the_planned_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
         shape, None, 0, 1, torch.float32, max_num_seqs=seqs, max_num_batched_tokens=64, max_model_len=longest
     )
     cache = engine._cache
-    assert generation.kv_cache == cache.keys.nbytes + cache.values.nbytes
+    assert generation.kv_cache == sum(plane.nbytes for plane in cache.planes[0].owned)
     states = [job.states[role, stage].parameters for role, stage in refit.place.stages.items() if role in job.models]
     assert refit.parameters - sum(states) == sum(weight.nbytes for weight in engine.weights().values())
 

@@ -8,6 +8,7 @@ value_dim). Products of queries and keys are divided by sqrt(key_dim).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +20,9 @@ from hpcrl.kernels.packed_attention import Sequences, packed_attention
 from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, store_heads
 from hpcrl.kernels.vocabulary import LOG2_E
 from hpcrl.model.blocks.attention_modules import CachedAttention
+from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.model.exact import exact_attention
-from hpcrl.rollout.engines.native.cache_layout import CachedHeads
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache
 
@@ -48,8 +50,8 @@ class ExactAttention(HostAttention):
         self.new.store(layer, keys, values)
         padded = queries.new_zeros((*self._positions.shape, *queries.shape[1:]))
         padded[self._sequences, self._places] = queries
-        cached_keys = self._cache.keys[layer, self._rows, :, : self._most]
-        cached_values = self._cache.values[layer, self._rows, :, : self._most]
+        cached = self._cache[layer]
+        cached_keys, cached_values = (part[self._rows, :, : self._most] for part in (cached.keys, cached.values))
         outputs = exact_attention(padded.transpose(1, 2), cached_keys, cached_values, self._positions)
         return outputs.transpose(1, 2)[self._sequences, self._places]
 
@@ -58,10 +60,11 @@ class PagedAttention(CachedAttention):
     """One token of each of n rows, by the paged kernels, from tensors on the device only.
 
     All int32: `blocks` holds the rows' blocks, from place `starts` (n,) on, at most `width` each; `cached` (n,) are the
-    rows' cached tokens. Rows from `num_rows` (1,) on repeat the first one, and compute and store the same numbers.
+    rows' cached tokens. `rows` (n,) are those of the running batch; from place `num_rows` (1,) on they repeat the first
+    one, and compute and store the same numbers.
     """
 
-    new: StoredTokens
+    new: PagedTokens
     takes_product = True
 
     def __init__(
@@ -72,39 +75,54 @@ class PagedAttention(CachedAttention):
         width: int,
         cached: Tensor,
         num_rows: Tensor,
+        rows: Tensor | None = None,
         rope_positions: Tensor | None = None,
     ) -> None:
-        heads, size = cache.heads, cache.block_size
-        of_tokens = blocks.index_select(0, starts + cached // size)
-        # int64, to which every write would convert them
-        self.new = StoredTokens(cache, cached, (of_tokens.long(), (cached % size).long()), rope_positions)
-        self._cache = cache
-        cut = Cut.of(heads.groups, heads.queries, heads.value_dim)
-        self._rows = PagedRows.of(cache.keys[0], blocks, starts, cached + 1, width, cut, num_rows)
+        self._cache, self._num_rows = cache, num_rows
+        self._of_kind: dict[CachedHeads, PagedRows] = {}
+        places = {}
+        for heads in cache.layout.heads:
+            if heads.window is None:
+                found, begins, most, length = blocks, starts, width, cached + 1
+                place = cached
+            else:
+                assert rows is not None
+                most = cache.ring_blocks(heads)
+                found = torch.arange(cache.num_rows * most, dtype=torch.int32, device=cached.device)
+                begins, place = (rows * most).int(), cached % heads.window
+                length = (cached + 1).clamp(max=heads.window)
+            of_tokens = found.index_select(0, begins + place // cache.block_size)
+            # int64, to which every write would convert them
+            places[heads] = of_tokens.long(), (place % cache.block_size).long()
+            cut = Cut.of(heads.groups, heads.queries, heads.value_dim)
+            some = cache[cache.layout.heads[heads][0]].keys
+            self._of_kind[heads] = PagedRows.of(some, found, begins, length, most, cut, num_rows)
+        self.new = PagedTokens(cache, cached, places, rope_positions)
 
     @staticmethod
-    def fits(heads: CachedHeads, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    def fits(layout: CacheLayout, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether kernels exist for such a cache."""
-        block = KVCache(1, 1, heads, block_size, 1, dtype, device)
-        return is_fused(block.keys[0], block.values[0])
+        one = CacheLayout(tuple(heads._replace(window=None) for heads in layout.heads))
+        caches = KVCache(one, 1, block_size, 1, dtype, device)
+        return all(is_fused(*caches[layer][1:]) for layer in range(len(one.layers)))
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.new.store(layer, keys, values)
         return self._attend(layer, queries)
 
     def of_product(self, layer: int, mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor) -> Tensor:
-        cache, new = self._cache, self.new
-        slots = CacheSlots(cache.keys[layer], cache.values[layer], *new.places)
+        heads, keys, values = self._cache[layer]
+        slots = CacheSlots(keys, values, *self.new.places[heads])
         return self._attend(layer, store_heads(mixed, weights, cos, sin, slots))
 
     def _attend(self, layer: int, queries: Tensor) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        return decode_attention(queries, keys, values, self._rows, scale=queries.size(-1) ** -0.5)
+        heads, keys, values = self._cache[layer]
+        return decode_attention(queries, keys, values, self._of_kind[heads], scale=queries.size(-1) ** -0.5)
 
 
-class StoredTokens:
-    """The tokens of one call, flat (n,): `positions` in their sequences, integers, and `places` in the cache, as its
-    `places` returns them.
+class PagedTokens:
+    """One new token of each row: integers `positions` (n,) in their sequences, and `places` in the cache by what a
+    layer caches, as its `places` returns them.
 
     `rope_positions`, those of the rotary embedding, are the same as `positions` unless given: (n,), or (3, n) in time,
     height and width.
@@ -112,22 +130,22 @@ class StoredTokens:
 
     def __init__(
         self,
-        cache: KVCache | RowCache,
+        cache: KVCache,
         positions: Tensor,
-        places: tuple[Tensor, ...],
+        places: dict[CachedHeads, tuple[Tensor, Tensor]],
         rope_positions: Tensor | None = None,
     ) -> None:
         self.cache, self.positions, self.places = cache, positions, places
         self.rope_positions = positions if rope_positions is None else rope_positions
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.cache.write(layer, self.places, keys, values)
+        self.cache.write(layer, self.places[self.cache[layer].heads], keys, values)
 
 
-class NewTokens(StoredTokens):
-    """The tokens of one call, flat: `lengths` tokens of each of `rows`, after `starts` tokens that are cached.
+class NewTokens:
+    """The tokens of one call, flat (n,): `lengths` tokens of each of `rows`, after `starts` tokens that are cached.
 
-    All int64 (sequences,), on the host. Rows have their blocks already.
+    All int64 (sequences,), on the host. Rows have their blocks already. `positions` (n,) are on the device.
     """
 
     def __init__(
@@ -138,16 +156,36 @@ class NewTokens(StoredTokens):
         lengths: np.ndarray,
         rope_positions: np.ndarray | None = None,
     ) -> None:
-        self.rows, self.starts, self.lengths = rows, starts, lengths
+        self.cache, self.rows, self.starts, self.lengths = cache, rows, starts, lengths
         if lengths.max() == 1:
-            positions, row_of = starts, rows
+            self._positions, self._row_of = starts, rows
         else:
             ends = lengths.cumsum()
-            row_of = rows.repeat(lengths)
-            positions = np.arange(ends[-1]) - (ends - lengths - starts).repeat(lengths)
-        places = tuple(torch.from_numpy(array).to(cache.device) for array in cache.places(row_of, positions))
+            self._row_of = rows.repeat(lengths)
+            self._positions = np.arange(ends[-1]) - (ends - lengths - starts).repeat(lengths)
+        self.positions = torch.from_numpy(self._positions).to(cache.device)
         own = None if rope_positions is None else torch.from_numpy(rope_positions).to(cache.device)
-        super().__init__(cache, torch.from_numpy(positions).to(cache.device), places, own)
+        self.rope_positions = self.positions if own is None else own
+        self._places: dict[CachedHeads, tuple[tuple[Tensor, ...], Tensor | None]] = {}
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        heads = self.cache[layer].heads
+        if heads not in self._places:
+            self._places[heads] = self._places_of(heads)
+        places, stored = self._places[heads]
+        if stored is not None:
+            keys, values = keys[stored], values[stored]
+        self.cache.write(layer, places, keys, values)
+
+    def _places_of(self, heads: CachedHeads) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return the places, and which tokens are stored there, int64; None: all. A ring has a row's last tokens."""
+        rows, positions, stored = self._row_of, self._positions, None
+        if heads.window is not None and self.lengths.max() > heads.window:
+            last = (self.starts + self.lengths).repeat(self.lengths) - heads.window
+            stored = np.flatnonzero(positions >= last)
+            rows, positions = rows[stored], positions[stored]
+        places = (torch.from_numpy(array).to(self.cache.device) for array in self.cache.places(heads, rows, positions))
+        return tuple(places), None if stored is None else torch.from_numpy(stored).to(self.cache.device)
 
 
 class PrefillAttention(HostAttention):
@@ -159,7 +197,9 @@ class PrefillAttention(HostAttention):
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.new.store(layer, keys, values)
-        return packed_attention(queries.flatten(1, 2), keys, values, self._sequences).unflatten(1, queries.shape[1:3])
+        window = self.new.cache[layer].heads.window
+        attended = packed_attention(queries.flatten(1, 2), keys, values, self._sequences, window=window)
+        return attended.unflatten(1, queries.shape[1:3])
 
 
 MIN_SAVED = 512  # tokens of a row that a cut must save, about the time of one cut's operations
@@ -195,29 +235,35 @@ class _Run(NamedTuple):
     bias: Tensor | None
 
 
+def _run(rows: slice, lengths: np.ndarray, groups: int) -> _Run:
+    width = int(lengths.max())
+    if (lengths == width).all():
+        return _Run(rows, width, None)
+    is_padding = torch.arange(width) >= torch.from_numpy(lengths)[:, None]
+    bias = torch.zeros(is_padding.shape).masked_fill_(is_padding, -torch.inf)
+    return _Run(rows, width, bias.repeat_interleave(groups, 0).unsqueeze(1))
+
+
 class DecodeAttention(HostAttention):
     """One token of each of rows 0..n-1: two batched products over the keys and values of a run of rows."""
 
     def __init__(self, new: NewTokens) -> None:
         assert isinstance(new.cache, RowCache)
         self.new, self._cache = new, new.cache
-        lengths = new.starts + 1
-        self._runs = [self._run(rows, lengths[rows]) for rows in cut_by_length(lengths)]
+        self._runs_of: dict[CachedHeads, list[_Run]] = {}
 
-    def _run(self, rows: slice, lengths: np.ndarray) -> _Run:
-        width = int(lengths.max())
-        if (lengths == width).all():
-            return _Run(rows, width, None)
-        is_padding = torch.arange(width) >= torch.from_numpy(lengths)[:, None]
-        bias = torch.zeros(is_padding.shape).masked_fill_(is_padding, -torch.inf)
-        return _Run(rows, width, bias.repeat_interleave(self._cache.heads.groups, 0).unsqueeze(1))
+    def _runs(self, heads: CachedHeads) -> list[_Run]:
+        if heads not in self._runs_of:
+            lengths = np.minimum(self.new.starts + 1, heads.window or self._cache.row_tokens)
+            self._runs_of[heads] = [_run(rows, lengths[rows], heads.groups) for rows in cut_by_length(lengths)]
+        return self._runs_of[heads]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.new.store(layer, keys, values)
-        cached_keys, cached_values = self._cache.keys[layer], self._cache.values[layer]
+        heads, cached_keys, cached_values = self._cache[layer]
         scale = queries.size(-1) ** -0.5
         parts = []
-        for rows, width, bias in self._runs:
+        for rows, width, bias in self._runs(heads):
             of_run = queries[rows].flatten(0, 1)
             run_keys, run_values = (plane[rows, :, :width].flatten(0, 1) for plane in (cached_keys, cached_values))
             weights = self._scores(of_run, run_keys.transpose(1, 2), bias, scale).softmax(-1)
@@ -249,30 +295,48 @@ class ContinuedAttention(HostAttention):
 
     def __init__(self, new: NewTokens) -> None:
         self.new = new
-        self._spans = new.cache.spans(int(new.rows[0]), int(new.starts[0] + new.lengths[0]), PART_TOKENS)
+        self._row, self._start = int(new.rows[0]), int(new.starts[0])
+        self._spans = new.cache.spans(self._row, self._start + int(new.lengths[0]), PART_TOKENS)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the parts of the cache, in powers of 2,
         because torch's exp is slow on the CPU where it underflows."""
-        self.new.store(layer, keys, values)
+        window = self.new.cache[layer].heads.window
+        if window is None:
+            self.new.store(layer, keys, values)
+            place, parts = 0, (self.new.cache.read(layer, span) for span in self._spans)
+        else:
+            place = max(0, self._start - window + 1)
+            parts = (part for part in self._within(layer, place, keys, values))
         tokens, heads, per_head, key_dim = queries.shape
         rows = (queries * (LOG2_E * key_dim**-0.5)).transpose(0, 1).reshape(heads, -1, key_dim)
         last = self.new.positions.repeat_interleave(per_head)[:, None]
         outputs = rows.new_zeros((*rows.shape[:2], values.size(-1)), dtype=torch.float32)
         maxima = outputs.new_full((*rows.shape[:2], 1), MASKED)
         sums = torch.zeros_like(maxima)
-        place = 0
-        for span in self._spans:
-            part_keys, part_values = self.new.cache.read(layer, span)
+        for part_keys, part_values in parts:
             scores = torch.bmm(rows, part_keys.transpose(1, 2)).float()
             places = torch.arange(place, place + scores.size(-1), device=scores.device)
             place += scores.size(-1)
-            scores.masked_fill_(places > last, MASKED)
+            hidden = places > last if window is None else (places > last) | (places <= last - window)
+            scores.masked_fill_(hidden, MASKED)
             new_maxima = torch.maximum(maxima, scores.amax(-1, keepdim=True))
             weights = scores.sub_(new_maxima).exp2_()
+            if window is not None:
+                weights.masked_fill_(hidden, 0.0)  # a part may have no visible key
             kept = (maxima - new_maxima).exp2_()
             sums = sums * kept + weights.sum(-1, keepdim=True)
             outputs = outputs * kept + torch.bmm(weights.to(values.dtype), part_values)
             maxima = new_maxima
+        if window is not None:
+            self.new.store(layer, keys, values)
         outputs = outputs.div_(sums).to(queries.dtype).view(heads, tokens, per_head, -1)
         return outputs.transpose(0, 1)
+
+    def _within(self, layer: int, first: int, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield keys and values of the positions from `first` on: those in the ring, then the new ones."""
+        cache = self.new.cache
+        old = torch.arange(first, self._start, device=keys.device)
+        old_keys, old_values = cache.read_ring(layer, self._row, old)
+        both = torch.cat([old_keys, keys.transpose(0, 1)], 1), torch.cat([old_values, values.transpose(0, 1)], 1)
+        yield from zip(*(part.split(PART_TOKENS, 1) for part in both), strict=True)

@@ -1,45 +1,95 @@
-"""The native engine's KV cache: heads of a rank, blocks of tokens, and their bytes. No torch, no numpy."""
+"""The layout of the native engine's cache: what each layer caches, blocks of tokens, and bytes. No torch, no numpy.
+
+Layers that attend to all tokens cache keys and values in blocks, which grow with a sequence. A layer with a window
+caches its last tokens in a ring, and a recurrent layer a state: both have a fixed size for each running sequence.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
+from hpcrl.model.blocks.block import CachedHeads, CachedState
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 
 BLOCK_SIZE = 32  # tokens
+FP32 = 4
 
 
-class CachedHeads(NamedTuple):
-    """What a rank of the native engine caches per token and layer: keys and values of `groups` heads, each with
-    `queries` query heads, and their widths. Latent attention has one such head, the latent with the shared rotary key,
-    whose first `value_dim` elements are also its value."""
+@dataclass(frozen=True)
+class CacheLayout:
+    """What a rank caches of each layer. max_model_len: tokens of the longest sequence; a window that is as long is
+    none."""
 
-    groups: int
-    queries: int
-    key_dim: int
-    value_dim: int
-    value_in_key: bool = False
+    layers: tuple[CachedHeads | CachedState | None, ...]
 
+    @classmethod
+    def of(cls, shape: ModelShape, tp_size: int, max_model_len: int) -> CacheLayout:
+        cached = [layer.attention.cached(tp_size) for layer in shape.layers]
+        return cls(
+            tuple(
+                it._replace(window=None)
+                if isinstance(it, CachedHeads) and it.window is not None and it.window >= max_model_len
+                else it
+                for it in cached
+            )
+        )
 
-def cached_heads(shape: ModelShape, tp_size: int) -> CachedHeads:
-    if shape.mla is None:
-        groups, width = shape.num_query_groups, shape.head_dim
-        return CachedHeads(groups // tp_size, shape.num_attention_heads // groups, width, width)
-    rank = shape.mla.kv_lora_rank
-    return CachedHeads(1, shape.num_attention_heads // tp_size, rank + shape.rope_dim, rank, value_in_key=True)
+    @cached_property
+    def heads(self) -> dict[CachedHeads, tuple[int, ...]]:
+        """The layers by what they cache of tokens."""
+        found: dict[CachedHeads, list[int]] = {}
+        for number, cached in enumerate(self.layers):
+            if isinstance(cached, CachedHeads):
+                found.setdefault(cached, []).append(number)
+        return {cached: tuple(numbers) for cached, numbers in found.items()}
 
+    @property
+    def states(self) -> dict[int, CachedState]:
+        return {number: it for number, it in enumerate(self.layers) if isinstance(it, CachedState)}
 
-def block_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
-    """Return the bytes of keys and values of `BLOCK_SIZE` tokens in all layers on one rank."""
-    heads = cached_heads(shape, tp_size)
-    width = heads.key_dim if heads.value_in_key else heads.key_dim + heads.value_dim
-    return shape.num_layers * heads.groups * BLOCK_SIZE * width * itemsize
+    @property
+    def has_fixed(self) -> bool:
+        """Whether some layer does not keep all tokens."""
+        return bool(self.states) or any(heads.window is not None for heads in self.heads)
+
+    def block_bytes(self, itemsize: int) -> int:
+        """Return the bytes of `BLOCK_SIZE` tokens in all layers that keep all tokens."""
+        widths = (heads.width * len(numbers) for heads, numbers in self.heads.items() if heads.window is None)
+        return sum(widths) * BLOCK_SIZE * itemsize
+
+    def sequence_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a running sequence in the other layers."""
+        rings = (heads.width * len(numbers) * (heads.window or 0) for heads, numbers in self.heads.items())
+        return sum(rings) * itemsize + sum(state.numel for state in self.states.values()) * FP32
+
+    def most_bytes(self, itemsize: int, max_num_seqs: int, max_model_len: int) -> int:
+        """Return the bytes if `max_num_seqs` sequences have all grown to `max_model_len` tokens."""
+        blocks = blocks_for(max_model_len) * self.block_bytes(itemsize)
+        return max_num_seqs * (blocks + self.sequence_bytes(itemsize))
+
+    def num_blocks(self, itemsize: int, cache_bytes: int, max_num_seqs: int, max_model_len: int) -> int:
+        """Return how many blocks fit beside the fixed parts of all running sequences. Raises InputError if a single
+        sequence of `max_model_len` tokens does not fit."""
+        each, needed = self.block_bytes(itemsize), blocks_for(max_model_len)
+        fixed = max_num_seqs * self.sequence_bytes(itemsize)
+        if not each and fixed <= cache_bytes:
+            return max_num_seqs * needed
+        found = max(cache_bytes - fixed, 0) // max(each, 1)
+        if found < needed:
+            beside = f" beside {fixed:,} bytes for the windows and states of {max_num_seqs} sequences" if fixed else ""
+            raise InputError(
+                f"the KV cache of {cache_bytes:,} bytes holds {found * BLOCK_SIZE} tokens{beside}, but one sequence of "
+                f"max_model_len={max_model_len} needs {needed * each:,} bytes; raise kv_cache_gib or "
+                "gpu_memory_utilization (of rollout, or of reward.judge for a judge), or shorten prompts and responses"
+            )
+        return found
 
 
 def max_kv_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: int, max_model_len: int) -> int:
     """Return the bytes of a rank's KV cache if `max_num_seqs` sequences have all grown to `max_model_len` tokens."""
-    return max_num_seqs * blocks_for(max_model_len) * block_bytes(shape, tp_size, itemsize)
+    return CacheLayout.of(shape, tp_size, max_model_len).most_bytes(itemsize, max_num_seqs, max_model_len)
 
 
 def kv_cache_bytes(
@@ -58,16 +108,3 @@ def kv_cache_bytes(
 
 def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
-
-
-def num_blocks(shape: ModelShape, tp_size: int, itemsize: int, cache_bytes: int, max_model_len: int) -> int:
-    """Return how many blocks fit. Raises InputError if a single sequence of `max_model_len` tokens does not fit."""
-    each, needed = block_bytes(shape, tp_size, itemsize), blocks_for(max_model_len)
-    found = cache_bytes // each
-    if found < needed:
-        raise InputError(
-            f"the KV cache of {cache_bytes:,} bytes holds {found * BLOCK_SIZE} tokens, but one sequence of "
-            f"max_model_len={max_model_len} needs {needed * each:,} bytes; raise kv_cache_gib or "
-            "gpu_memory_utilization (of rollout, or of reward.judge for a judge), or shorten prompts and responses"
-        )
-    return found

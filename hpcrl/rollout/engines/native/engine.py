@@ -15,7 +15,7 @@ from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.engines.native.attention import PagedAttention
-from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, blocks_for, cached_heads, max_kv_bytes, num_blocks
+from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, CacheLayout, blocks_for
 from hpcrl.rollout.engines.native.decoder import Decoder, TensorParallel
 from hpcrl.rollout.engines.native.generate_call import GenerateCall
 from hpcrl.rollout.engines.native.kv_cache import KVCache
@@ -56,20 +56,25 @@ class NativeEngine:
         if exact:
             check_exact(shape, tp_size, dtype, device)
         tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
+        layout, limits = CacheLayout.of(shape, tp_size, max_model_len), (max_num_seqs, max_model_len)
         if kv_cache_bytes is None:
-            kv_cache_bytes = max_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
+            kv_cache_bytes = layout.most_bytes(dtype.itemsize, *limits)
         self._generating, self._max_encoded_tokens = False, max_num_batched_tokens
         self._decoder = Decoder(shape, tp, dtype, device)
-        heads, width = cached_heads(shape, tp_size), blocks_for(max_model_len)
-        size = tp.smallest(num_blocks(shape, tp_size, dtype.itemsize, kv_cache_bytes, max_model_len))
-        has_kernels, self._paged = PagedAttention.fits(heads, BLOCK_SIZE, dtype, device), None
+        width = blocks_for(max_model_len)
+        size = tp.smallest(layout.num_blocks(dtype.itemsize, kv_cache_bytes, *limits))
+        has_kernels, self._paged = PagedAttention.fits(layout, BLOCK_SIZE, dtype, device), None
         self._cache: KVCache | RowCache
         if exact or (device.type == "cpu" and not has_kernels):
-            self._cache = RowCache(shape.num_layers, size, heads, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, dtype)
+            self._cache = RowCache(layout, size, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, dtype)
         else:
-            self._cache = KVCache(shape.num_layers, size, heads, BLOCK_SIZE, max_num_seqs, dtype, device)
+            self._cache = KVCache(layout, size, BLOCK_SIZE, max_num_seqs, dtype, device)
             # No graphs with experts: the host reads how many tokens each of them has.
-            graphed = device.type == "cuda" and has_kernels and not (enforce_eager or shape.num_experts)
+            graphed = (
+                device.type == "cuda"
+                and has_kernels
+                and not (enforce_eager or any(layer.num_experts for layer in shape.layers))
+            )
             self._paged = PagedDecode(self._decoder, self._cache, max_num_seqs, width, is_graphed=graphed)
         self._begin = partial(
             GenerateCall,

@@ -95,6 +95,8 @@ class GenerateCall:
     on_finished: Callable[[int, Completion], None] | None
     completions: dict[int, Completion] = field(default_factory=dict, init=False)
     _num_requests: int = field(default=0, init=False)
+    # Of contexts that further sequences wait for: what the layers with windows and states have after it, by group.
+    _snapshots: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False)
     _groups: dict[bytes, int] = field(default_factory=dict, init=False)  # hash of a context -> its first request
     # The paged step whose tokens have not been read. It has all rows of the batch: it is read before rows join.
     _in_flight: StepInFlight | None = field(default=None, init=False)
@@ -171,6 +173,8 @@ class GenerateCall:
                 for sequence, part in zip(admission.prefilled, np.split(experts, lengths.cumsum()[:-1]), strict=True):
                     if not sequence.routed:  # a preempted sequence keeps its first record
                         sequence.routed.append(part)
+            if self.cache.layout.has_fixed:
+                self._save_snapshots(rows, admission)
         for sequence in admission.joined:
             source = self._batch.row_of_group(sequence.group)
             row = self._add(sequence)
@@ -178,8 +182,18 @@ class GenerateCall:
                 assert source is not None
                 self._grow(np.array([row]), self._batch.cached[[row]])
                 self.cache.copy_row(source, row, sequence.num_to_cache)
+                if self.cache.layout.has_fixed:
+                    self.cache.restore(row, self._snapshots[sequence.group])
                 if self._records:
                     sequence.routed = self._batch.sequences[source].routed[:1]
+
+    def _save_snapshots(self, rows: np.ndarray, admission: Admission) -> None:
+        """Save what further sequences of the groups in `rows` start from: it is overwritten by the next tokens."""
+        wanted = self._scheduler.waiting_groups() | {sequence.group for sequence in admission.joined}
+        self._snapshots = {group: saved for group, saved in self._snapshots.items() if group in wanted}
+        for row, sequence in zip(rows, admission.prefilled, strict=True):
+            if sequence.group in wanted and not sequence.drawn:
+                self._snapshots[sequence.group] = self.cache.snapshot(int(row))
 
     def _add(self, sequence: Sequence) -> int:
         """Add a row for `sequence` to the running batch."""

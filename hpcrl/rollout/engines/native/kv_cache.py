@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.rollout.engines.native.cache_layout import CachedHeads
+from hpcrl.model.blocks.block import CachedHeads
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout
 
 FREE = -1
 
@@ -111,20 +113,77 @@ class BlockPool(BlockBudget):
         self.row_of[: self.extent] = new_row[self.row_of[: self.extent] + 1]
 
 
+class RowStates:
+    """The states of recurrent layers: by layer, fp32 tensors with a row of the running batch as their first index."""
+
+    def __init__(self, layout: CacheLayout, num_rows: int, device: torch.device) -> None:
+        self._of_layer = {
+            layer: tuple(torch.zeros(num_rows, *size, device=device) for size in state.sizes)
+            for layer, state in layout.states.items()
+        }
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, ...]:
+        return self._of_layer[layer]
+
+    def tensors(self) -> Iterator[Tensor]:
+        for tensors in self._of_layer.values():
+            yield from tensors
+
+    def reorder(self, order: np.ndarray) -> None:
+        """Make row `order[i]` row i, for int64 (n,), a permutation of the first n rows."""
+        for tensor in self.tensors():
+            tensor[: len(order)] = tensor[torch.from_numpy(order).to(tensor.device)]
+
+    def move(self, moves: Moves) -> None:
+        for tensor in self.tensors():
+            sources, targets = (torch.from_numpy(rows).to(tensor.device) for rows in moves)
+            tensor[targets] = tensor[sources]
+
+
+class Plane(NamedTuple):
+    """Keys and values of the layers that cache the same; `values` may be a view of `keys`."""
+
+    heads: CachedHeads
+    layers: tuple[int, ...]
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def owned(self) -> tuple[Tensor, ...]:
+        """The tensors that have memory of their own."""
+        return (self.keys,) if self.heads.value_in_key else (self.keys, self.values)
+
+
+class LayerCache(NamedTuple):
+    """What is cached of one layer."""
+
+    heads: CachedHeads
+    keys: Tensor
+    values: Tensor
+
+
+def by_layer(planes: Iterable[Plane]) -> dict[int, LayerCache]:
+    return {
+        layer: LayerCache(plane.heads, plane.keys[place], plane.values[place])
+        for plane in planes
+        for place, layer in enumerate(plane.layers)
+    }
+
+
 MOVED_AT_ONCE = 8
 
 
 @dataclass(eq=False)
 class KVCache:
-    """`keys` are (layers, blocks, KV heads of this rank, key_dim, block size), the order that products with queries
-    need; `values` (layers, blocks, KV heads, block size, value_dim), which may be a view of the keys.
+    """Keys of a layer are (blocks, KV heads of this rank, key_dim, block size), the order that products with queries
+    need; values (blocks, KV heads, block size, value_dim).
 
-    `pool` maps rows of the running batch to blocks; it starts empty with each generation.
+    `pool` maps rows of the running batch to blocks; it starts empty with each generation. In layers with a window row r
+    has the blocks from r * (blocks of the window) on, in which position p is at place p % window.
     """
 
-    num_layers: int
+    layout: CacheLayout
     num_blocks: int
-    heads: CachedHeads
     block_size: int
     num_rows: int
     dtype: torch.dtype
@@ -135,35 +194,53 @@ class KVCache:
 
     @property
     def is_allocated(self) -> bool:
-        return self.keys.numel() > 0
+        return self._is_allocated
 
     def allocate(self) -> None:
-        # Zeros, because a masked position still multiplies its value by 0, and memory as found may hold NaN.
-        heads, size = self.heads, (self.num_layers, self.num_blocks, self.heads.groups)
-        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
-        self.keys = zeros(*size, heads.key_dim, self.block_size)
-        if heads.value_in_key:
-            self.values = self.keys[..., : heads.value_dim, :].transpose(-1, -2)
-        else:
-            self.values = zeros(*size, self.block_size, heads.value_dim)
+        self.planes = [self._plane(*kind) for kind in self.layout.heads.items()]
+        self._of_layer = by_layer(self.planes)
+        self.states = RowStates(self.layout, self.num_rows, self.device)
+        self._is_allocated = True
         self.clear()
 
+    def _plane(self, heads: CachedHeads, layers: tuple[int, ...]) -> Plane:
+        # Zeros, because a masked position still multiplies its value by 0, and memory as found may hold NaN.
+        count = self.num_blocks if heads.window is None else self.num_rows * self.ring_blocks(heads)
+        size = len(layers), count, heads.groups
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        keys = zeros(*size, heads.key_dim, self.block_size)
+        if heads.value_in_key:
+            return Plane(heads, layers, keys, keys[..., : heads.value_dim, :].transpose(-1, -2))
+        return Plane(heads, layers, keys, zeros(*size, self.block_size, heads.value_dim))
+
+    def ring_blocks(self, heads: CachedHeads) -> int:
+        """Return the blocks of a row in a layer with a window."""
+        assert heads.window is not None
+        return -(-heads.window // self.block_size)
+
     def release(self) -> None:
-        self.keys = self.values = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.planes, self._of_layer, self._is_allocated = [], {}, False
+        self.states = RowStates(CacheLayout(()), 0, self.device)
 
     def clear(self) -> None:
         self.pool = BlockPool(self.num_blocks, self.block_size, self.num_rows)
 
+    def __getitem__(self, layer: int) -> LayerCache:
+        return self._of_layer[layer]
+
     def write(self, layer: int, places: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
         """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `places`."""
-        blocks, offsets = places
-        self.keys[layer].permute(0, 3, 1, 2)[blocks, offsets] = keys
-        if not self.heads.value_in_key:
-            self.values[layer].transpose(1, 2)[blocks, offsets] = values
+        (blocks, offsets), cached = places, self[layer]
+        cached.keys.permute(0, 3, 1, 2)[blocks, offsets] = keys
+        if not cached.heads.value_in_key:
+            cached.values.transpose(1, 2)[blocks, offsets] = values
 
-    def places(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def places(self, heads: CachedHeads, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both: their blocks, and the offsets
         in these, int64 (n,)."""
+        if heads.window is not None:
+            places = positions % heads.window
+            return rows * self.ring_blocks(heads) + places // self.block_size, places % self.block_size
         distinct, number = np.unique(rows, return_inverse=True)
         return self.pool.table(distinct)[number, positions // self.block_size], positions % self.block_size
 
@@ -175,21 +252,50 @@ class KVCache:
 
     def read(self, layer: int, span: Any) -> tuple[Tensor, Tensor]:
         """Return copies of keys (KV heads, tokens, key_dim) and values (KV heads, tokens, value_dim)."""
-        keys = self.keys[layer][span].permute(1, 0, 3, 2).flatten(1, 2)
-        return keys, self.values[layer][span].transpose(0, 1).flatten(1, 2)
+        _, keys, values = self[layer]
+        return keys[span].permute(1, 0, 3, 2).flatten(1, 2), values[span].transpose(0, 1).flatten(1, 2)
+
+    def read_ring(self, layer: int, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `read`, of the tokens at `positions` int64 (tokens,) of a layer with a window."""
+        heads, keys, values = self[layer]
+        assert heads.window is not None
+        places = positions % heads.window
+        blocks, offsets = row * self.ring_blocks(heads) + places // self.block_size, places % self.block_size
+        own = keys.permute(0, 3, 1, 2)[blocks, offsets], values.transpose(1, 2)[blocks, offsets]
+        return own[0].transpose(0, 1), own[1].transpose(0, 1)
 
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first tokens of row `source`, a few blocks at a time, because copies go through a buffer."""
+        """Copy the first tokens of row `source` in layers that keep all tokens, a few blocks at a time, because copies
+        go through a buffer."""
         count = -(-num_tokens // self.block_size)
         both = [
             torch.from_numpy(self.pool.blocks_of(row)[:count]).to(self.device).split(MOVED_AT_ONCE)
             for row in (source, target)
         ]
         for sources, targets in zip(*both, strict=True):
-            for plane in (self.keys,) if self.heads.value_in_key else (self.keys, self.values):
-                plane[:, targets] = plane[:, sources]
+            for plane in self.planes:
+                for tensor in plane.owned if plane.heads.window is None else ():
+                    tensor[:, targets] = tensor[:, sources]
+
+    def snapshot(self, row: int) -> list[Tensor]:
+        """Return copies of what a row has in layers that do not keep all tokens."""
+        return [part.clone() for part in self._fixed(row)]
+
+    def restore(self, row: int, snapshot: list[Tensor]) -> None:
+        for part, saved in zip(self._fixed(row), snapshot, strict=True):
+            part.copy_(saved)
+
+    def _fixed(self, row: int) -> Iterator[Tensor]:
+        for plane in self.planes:
+            if plane.heads.window is not None:
+                count = self.ring_blocks(plane.heads)
+                yield from (tensor[:, row * count : (row + 1) * count] for tensor in plane.owned)
+        yield from (tensor[row] for tensor in self.states.tensors())
 
     def remove(self, rows: np.ndarray, moves: Moves) -> None:
         """Free the blocks of `rows`; `moves` are those of rows that take their places."""
         self.pool.release(rows)
         self.pool.renumber(*moves)
+        if self.layout.has_fixed:
+            for source, target in zip(*moves, strict=True):
+                self.restore(target, list(self._fixed(source)))

@@ -244,11 +244,19 @@ class PagedDecode:
         state = self.state
         rows = torch.arange(size, device=self._cache.device)
         is_extra = rows >= state.num_rows
-        slots = state.slots.index_select(0, rows.masked_fill(is_extra, 0))
+        batch_rows = rows.masked_fill(is_extra, 0)
+        slots = state.slots.index_select(0, batch_rows)
         of_row = SlotColumns(*state.columns.index_select(1, slots))
         rope_positions = None if self._decoder.vision is None else of_row.cached + of_row.rope_shift
         attention = PagedAttention(
-            self._cache, state.blocks, slots * state.width, state.width, of_row.cached, state.num_rows, rope_positions
+            self._cache,
+            state.blocks,
+            slots * state.width,
+            state.width,
+            of_row.cached,
+            state.num_rows,
+            batch_rows,
+            rope_positions,
         )
         chosen: list[Tensor] | None = [] if sampling.routed_experts else None
         logits = self._decoder.forward(of_row.last_token, attention, chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.rollout.engines.native.cache_layout import CachedHeads
-from hpcrl.rollout.engines.native.kv_cache import BlockBudget, Moves
+from hpcrl.model.blocks.block import CachedHeads
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout
+from hpcrl.rollout.engines.native.kv_cache import BlockBudget, LayerCache, Moves, Plane, RowStates, by_layer
 from hpcrl.runtime.exits import InputError
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE; the module has it from Python 3.13 on
@@ -20,16 +22,16 @@ NO_RESERVE = 0x4000  # MAP_NORESERVE; the module has it from Python 3.13 on
 
 @dataclass(eq=False)
 class RowCache:
-    """`keys` are (layers, rows, KV heads, row_tokens, key_dim), and `values` (layers, rows, KV heads, row_tokens,
-    value_dim), which may be a view of the keys. Rows are those of the running batch.
+    """Keys of a layer are (rows, KV heads, tokens, key_dim), and values (rows, KV heads, tokens, value_dim). Rows are
+    those of the running batch.
 
-    Every row has room for the longest sequence, in virtual memory: the system provides a page when it is first written.
-    `pool` keeps what is written below `num_blocks` blocks in all, and pages of rows that have left are returned.
+    Every row has room for `row_tokens` tokens, the longest sequence, in virtual memory: the system provides a page when
+    it is first written. `pool` keeps what is written below `num_blocks` blocks in all, and pages of rows that have left
+    are returned. In layers with a window a row has as many tokens, and position p is at place p % window.
     """
 
-    num_layers: int
+    layout: CacheLayout
     num_blocks: int
-    heads: CachedHeads
     block_size: int
     num_rows: int
     row_tokens: int
@@ -43,55 +45,67 @@ class RowCache:
 
     @property
     def is_allocated(self) -> bool:
-        return self.keys.numel() > 0
+        return self._is_allocated
 
     def allocate(self) -> None:
-        size = self.num_layers, self.num_rows, self.heads.groups, self.row_tokens
-        self._maps: list[mmap.mmap] = []
-        self.keys = self._zeros(*size, self.heads.key_dim)
-        if self.heads.value_in_key:
-            self.values = self.keys[..., : self.heads.value_dim]
-        else:
-            self.values = self._zeros(*size, self.heads.value_dim)
+        self._maps: dict[int, mmap.mmap] = {}  # by the address of the tensor in it
+        self.planes = [self._plane(*kind) for kind in self.layout.heads.items()]
+        self._of_layer = by_layer(self.planes)
+        self.states = RowStates(self.layout, self.num_rows, self.device)
+        self._is_allocated = True
         self.clear()
+
+    def _plane(self, heads: CachedHeads, layers: tuple[int, ...]) -> Plane:
+        size = len(layers), self.num_rows, heads.groups, heads.window or self.row_tokens
+        keys = self._zeros(*size, heads.key_dim)
+        if heads.value_in_key:
+            return Plane(heads, layers, keys, keys[..., : heads.value_dim])
+        return Plane(heads, layers, keys, self._zeros(*size, heads.value_dim))
 
     def _zeros(self, *size: int) -> Tensor:
         """Zeros, because a masked position still multiplies its value by 0, and memory as found may hold NaN."""
         nbytes = int(np.prod(size)) * self.dtype.itemsize
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
         try:
-            self._maps.append(mmap.mmap(-1, nbytes, flags=flags))
+            memory = mmap.mmap(-1, nbytes, flags=flags)
         except OSError as error:
             raise InputError(
                 f"the system does not provide {nbytes:,} bytes of virtual memory for the KV cache ({error.strerror}); "
                 "lower rollout.max_num_seqs, or shorten prompts and responses"
             ) from None
         with suppress(OSError):  # of kernels without huge pages, which take memory as a whole when a part is written
-            self._maps[-1].madvise(mmap.MADV_NOHUGEPAGE)
-        return torch.frombuffer(self._maps[-1], dtype=torch.uint8).view(self.dtype).view(size)
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype).view(size)
+        self._maps[tensor.data_ptr()] = memory
+        return tensor
 
     def release(self) -> None:
-        self.keys = self.values = torch.empty(0, dtype=self.dtype)
+        self.planes, self._of_layer, self._is_allocated = [], {}, False
+        self.states = RowStates(CacheLayout(()), 0, self.device)
         self._maps.clear()
 
     def clear(self) -> None:
         if self._is_overcommitted:
-            for memory in self._maps:
+            for memory in self._maps.values():
                 memory.madvise(mmap.MADV_DONTNEED)
         self.pool = BlockBudget(self.num_blocks, self.block_size, self.num_rows)
 
-    def places(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray]:
+    def __getitem__(self, layer: int) -> LayerCache:
+        return self._of_layer[layer]
+
+    def places(self, heads: CachedHeads, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray]:
         """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both: int64 (n x KV heads,), places
         of heads in a layer."""
-        heads = rows[:, None] * self.heads.groups + np.arange(self.heads.groups)
-        return ((heads * self.row_tokens + positions[:, None]).ravel(),)
+        of_heads = rows[:, None] * heads.groups + np.arange(heads.groups)
+        places = positions if heads.window is None else positions % heads.window
+        return ((of_heads * (heads.window or self.row_tokens) + places[:, None]).ravel(),)
 
     def write(self, layer: int, places: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
         """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `places`."""
-        (places_of_heads,) = places
-        self.keys[layer].flatten(0, 2).index_copy_(0, places_of_heads, keys.reshape(-1, keys.size(-1)))
-        if not self.heads.value_in_key:
-            self.values[layer].flatten(0, 2).index_copy_(0, places_of_heads, values.reshape(-1, values.size(-1)))
+        (places_of_heads,), cached = places, self[layer]
+        cached.keys.flatten(0, 2).index_copy_(0, places_of_heads, keys.reshape(-1, keys.size(-1)))
+        if not cached.heads.value_in_key:
+            cached.values.flatten(0, 2).index_copy_(0, places_of_heads, values.reshape(-1, values.size(-1)))
 
     def spans(self, row: int, num_tokens: int, at_once: int) -> list[Any]:
         """Return the parts of a row's tokens, `at_once` at most in each, for `read`."""
@@ -101,12 +115,33 @@ class RowCache:
     def read(self, layer: int, span: Any) -> tuple[Tensor, Tensor]:
         """Return views of keys (KV heads, tokens, key_dim) and values (KV heads, tokens, value_dim)."""
         row, tokens = span
-        return self.keys[layer, row, :, tokens], self.values[layer, row, :, tokens]
+        return self[layer].keys[row, :, tokens], self[layer].values[row, :, tokens]
+
+    def read_ring(self, layer: int, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `read`, copies of the tokens at `positions` int64 (tokens,) of a layer with a window."""
+        heads, keys, values = self[layer]
+        assert heads.window is not None
+        places = positions % heads.window
+        return keys[row, :, places], values[row, :, places]
 
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first tokens of row `source`."""
-        for plane in self._planes:
-            plane[:, target, :, :num_tokens] = plane[:, source, :, :num_tokens]
+        """Copy the first tokens of row `source` in layers that keep all tokens."""
+        for plane in self.planes:
+            for tensor in plane.owned if plane.heads.window is None else ():
+                tensor[:, target, :, :num_tokens] = tensor[:, source, :, :num_tokens]
+
+    def snapshot(self, row: int) -> list[Tensor]:
+        """Return copies of what a row has in layers that do not keep all tokens."""
+        return [part.clone() for part in self._fixed(row)]
+
+    def restore(self, row: int, snapshot: list[Tensor]) -> None:
+        for part, saved in zip(self._fixed(row), snapshot, strict=True):
+            part.copy_(saved)
+
+    def _fixed(self, row: int) -> Iterator[Tensor]:
+        for plane in self.planes:
+            yield from (tensor[:, row] for tensor in (plane.owned if plane.heads.window is not None else ()))
+        yield from (tensor[row] for tensor in self.states.tensors())
 
     def remove(self, rows: np.ndarray, moves: Moves) -> None:
         """Free `rows`; `moves` are those of rows that take their places."""
@@ -114,45 +149,46 @@ class RowCache:
         self._drop(rows)
         for source, target in zip(*moves, strict=True):
             self.copy_row(source, target, int(self.pool.count_of[source]) * self.block_size)
+            self.restore(target, list(self._fixed(source)))
         self._drop(moves.sources)
         self.pool.renumber(*moves)
 
     def reorder(self, order: np.ndarray) -> None:
         """Make row `order[i]` row i, for int64 (n,), a permutation of the first n rows."""
         num_tokens = self.pool.count_of[order] * self.block_size
-        for layer in range(self.num_layers):
-            for plane, memory in zip(self._planes, self._maps, strict=True):
-                if self._is_overcommitted:
-                    self._reorder_within_budget(plane[layer], layer, memory, order, num_tokens)
-                else:
-                    used = plane[layer, : len(order), :, : num_tokens.max(initial=0)]
-                    used.copy_(used[torch.from_numpy(order)])
+        for plane in self.planes:
+            of_rows = np.minimum(num_tokens, plane.heads.window or self.row_tokens)
+            for tensor in plane.owned:
+                for layer in range(len(plane.layers)):
+                    if self._is_overcommitted:
+                        self._reorder_within_budget(tensor, layer, order, of_rows)
+                    else:
+                        used = tensor[layer, : len(order), :, : of_rows.max(initial=0)]
+                        used.copy_(used[torch.from_numpy(order)])
+        self.states.reorder(order)
         self.pool.count_of[: len(order)] = self.pool.count_of[order]
 
-    def _reorder_within_budget(
-        self, rows: Tensor, layer: int, memory: mmap.mmap, order: np.ndarray, num_tokens: np.ndarray
-    ) -> None:
+    def _reorder_within_budget(self, plane: Tensor, layer: int, order: np.ndarray, num_tokens: np.ndarray) -> None:
         """Reorder the rows of a layer without writing what has no token."""
+        rows = plane[layer]
         moved = np.flatnonzero(order != np.arange(len(order)))
         parts = [rows[order[row], :, : num_tokens[row]].clone() for row in moved]
-        self._return_pages(memory, layer, moved)
+        self._return_pages(plane, layer, moved)
         for row, part in zip(moved, parts, strict=True):
             rows[row, :, : part.size(1)] = part
-
-    @property
-    def _planes(self) -> tuple[Tensor, ...]:
-        return (self.keys,) if self.heads.value_in_key else (self.keys, self.values)
 
     def _drop(self, rows: np.ndarray) -> None:
         """Return the memory of `rows`, if there is not enough for all."""
         if self._is_overcommitted:
-            for memory in self._maps:
-                for layer in range(self.num_layers):
-                    self._return_pages(memory, layer, rows)
+            for plane in self.planes:
+                for tensor in plane.owned:
+                    for layer in range(len(plane.layers)):
+                        self._return_pages(tensor, layer, rows)
 
-    def _return_pages(self, memory: mmap.mmap, layer: int, rows: np.ndarray) -> None:
+    def _return_pages(self, plane: Tensor, layer: int, rows: np.ndarray) -> None:
         """Return the whole pages of `rows` in one layer to the system."""
-        row_bytes = len(memory) // (self.num_layers * self.num_rows)
+        memory = self._maps[plane.data_ptr()]
+        row_bytes = len(memory) // (plane.size(0) * self.num_rows)
         for row in rows:
             start = (layer * self.num_rows + int(row)) * row_bytes
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE

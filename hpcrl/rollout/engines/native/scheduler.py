@@ -92,6 +92,9 @@ class Scheduler:
     def has_waiting(self) -> bool:
         return bool(self._waiting)
 
+    def waiting_groups(self) -> set[int]:
+        return {sequence.group for sequence in self._waiting}
+
     def add(self, sequences: Iterable[Sequence]) -> None:
         self._waiting.extend(sequences)
 
