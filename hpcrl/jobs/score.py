@@ -76,7 +76,7 @@ class Score(WeightsJob):
         team, weights = self.build([POLICY])
         shape = team.inputs.shape
         sequences = world.run_collectively(
-            lambda: read_sequences(Path(source), shape.softmax_size, shape.longest_sequence)
+            lambda: read_sequences(Path(source), shape.softmax_size, shape.max_position_embeddings)
         )
         policy = cast("PolicyWorker | None", team.workers.get("actor"))
         if weights is None and world.rank == 0:

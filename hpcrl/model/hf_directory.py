@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import ModelConfig
 
 # Fields of a shape in which a directory's model may differ: its weights mean the same
-NOT_WEIGHTS = ("max_position_embeddings", "window", "init_std", "family", "tokenizer_size")
+NOT_WEIGHTS = ("max_position_embeddings", "windows", "init_std", "family", "tokenizer_size")
 
 
 def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
@@ -58,7 +58,7 @@ def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
             raise InputError(
                 f"{folder / CONFIG} describes another model: {field.name} is {found_value}, expected {expected}"
             )
-    shape.check_window(found.window, str(folder / CONFIG))
+    shape.check_windows(found, str(folder / CONFIG))
     source = Safetensors(folder)
     source.check(shape)
     return source

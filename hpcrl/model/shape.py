@@ -51,7 +51,8 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int = 4096
-    window: int | None = field(default=None, repr=False)  # tokens that attention sees; only full attention is computed
+    # Of each layer, tokens that attention sees, None for all; empty: all in all layers.
+    windows: tuple[int | None, ...] = field(default=(), repr=False)
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     init_std: float = 0.02
@@ -94,19 +95,22 @@ class ModelShape:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        attention, norms = self._attention(), Norms(self.hidden_size)
-        dense = Layer(attention, FeedForward(self.hidden_size, self.ffn_hidden_size), norms)
-        if not self.num_experts:
-            return (dense,) * self.num_layers
-        mixture = Layer(attention, self._mixture(), norms)
-        return tuple(dense if layer in self.dense_layers else mixture for layer in range(self.num_layers))
+        norms, dense = Norms(self.hidden_size), FeedForward(self.hidden_size, self.ffn_hidden_size)
+        mixture = self._mixture() if self.num_experts else dense
+        windows, dense_layers = self.windows or (None,) * self.num_layers, {*self.dense_layers}
+        kinds = {
+            (window, mlp): Layer(self._attention(window), mlp, norms)
+            for window in {*windows}
+            for mlp in (dense, mixture)
+        }
+        return tuple(kinds[window, dense if layer in dense_layers else mixture] for layer, window in enumerate(windows))
 
     @cached_property
     def kinds(self) -> tuple[Block, ...]:
         """The different blocks of all layers."""
         return tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
 
-    def _attention(self) -> Block:
+    def _attention(self, window: int | None) -> Block:
         if self.mla is not None:
             scale = self.softmax_scale
             return Latent(self.hidden_size, self.num_attention_heads, self.head_dim, self.mla, scale)
@@ -117,6 +121,7 @@ class ModelShape:
             self.head_dim,
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
+            window=window,
         )
 
     def _mixture(self) -> MixtureOfExperts:
@@ -135,33 +140,24 @@ class ModelShape:
             routed_scale=self.moe_routed_scale,
         )
 
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that is computed as the model means it: within the window, attention in a
-        window is full attention."""
-        return min(self.max_position_embeddings, self.window or self.max_position_embeddings)
-
     def check_longest(self, tokens: int, keys: str, model: str) -> None:
         """Raise InputError if sequences of so many tokens, which `keys` allow, are too long for this model."""
-        if self.window is not None and tokens > self.window:
-            raise InputError(
-                f"{keys} = {tokens} exceeds sliding_window={self.window} of {model}; only full attention is computed, "
-                "which is the same within the window: shorten them, or use a model without one"
-            )
         if tokens > self.max_position_embeddings:
             raise InputError(
                 f"{keys} = {tokens} exceeds the {self.max_position_embeddings} tokens that {model} supports; shorten "
                 "them"
             )
 
-    def check_window(self, window: int | None, where: str) -> None:
-        """Raise InputError if this model's sequences may exceed the window of other weights for it."""
-        if window is not None and window < self.longest_sequence:
-            raise InputError(
-                f"{where} has sliding_window={window}, and the model that it is for has sequences of up to "
-                f"{self.longest_sequence} tokens; only full attention is computed: name this directory in the model's "
-                f"path, or set its max_position_embeddings to {window}"
-            )
+    def check_windows(self, other: ModelShape, where: str) -> None:
+        """Raise InputError if other weights for this model, of the shape `other`, have other windows of attention."""
+        longest = self.max_position_embeddings
+        for number, (own, found) in enumerate(zip(self.layers, other.layers, strict=False)):
+            expected, window = (layer.attention.sees or longest for layer in (own, found))
+            if min(expected, longest) != min(window, longest):
+                raise InputError(
+                    f"{where}: attention in layer {number} sees {window} tokens, and {expected} in the model that it "
+                    "is for; name this directory in the model's path"
+                )
 
     @property
     def rope_dim(self) -> int:

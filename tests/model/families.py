@@ -46,7 +46,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rms_norm_eps": 1e-6}),
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {"rope_parameters": YARN}),
+    "qwen2-window": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", *["sliding_attention", "full_attention"] * 2],
+        },
+    ),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "qwen3-moe": (
@@ -85,6 +94,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+WINDOWS = ("mistral-window", "qwen2-window")
 EXPERTS = ("qwen3-moe", "mixtral", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
 
 

@@ -156,7 +156,7 @@ def test_a_key_that_is_null_is_absent_or_has_the_meaning_that_null_has_there(fam
     meant = {"num_key_value_heads": 8, "head_dim": 4, "n_shared_experts": 0}
     for (key, absent), (_, null) in zip(files(family), files(family, None), strict=True):
         if key == "sliding_window":
-            assert shape_from_hf(null).window is None
+            assert not shape_from_hf(null).windows
         elif key == "q_lora_rank":
             assert shape_from_hf(null).mla.q_lora_rank is None
         elif key in meant:
@@ -240,7 +240,7 @@ WINDOWS: list[tuple[str, Keys, int | None]] = [
 def test_a_window_is_that_of_transformers(family: str, keys: Keys, window: int | None, tmp_path: Path) -> None:
     """Its attention of 96 tokens differs from full attention exactly where the model has a shorter window."""
     model = write_small(family, tmp_path, **keys, **SMALL.get(family, {}))
-    assert read_shape(tmp_path).window == window
+    assert max(filter(None, read_shape(tmp_path).windows), default=None) == window
     full = type(model)(CONFIG_MAPPING[family](**sizes(family), **SMALL.get(family, {}), sliding_window=None)).eval()
     full.load_state_dict(model.state_dict())
     ids = torch.arange(96)[None] % 41
@@ -251,29 +251,25 @@ def test_a_window_is_that_of_transformers(family: str, keys: Keys, window: int |
     assert differs[first:].any() == (first < 96)
 
 
-def test_sequences_that_pass_the_window_are_an_error(tmp_path: Path) -> None:
+def test_weights_with_another_window_are_an_error(tmp_path: Path) -> None:
+    write_small("mistral", tmp_path, sliding_window=64)
+    found = read_shape(tmp_path)
+    open_weights(tmp_path, found)
+    open_weights(tmp_path, replace(found, windows=(), max_position_embeddings=64))
+    with pytest.raises(InputError, match=r"config\.json: attention in layer 0 sees 64 tokens, and 65 in the model"):
+        open_weights(tmp_path, replace(found, windows=(), max_position_embeddings=65))
+
+
+def test_sequences_that_pass_the_context_are_an_error() -> None:
     shape = shape_from_hf({"model_type": "mistral", **SIZES, "max_position_embeddings": 8192})
 
     def check(prompt: int, response: int) -> None:
         lengths = {"max_prompt_length": prompt, "max_response_length": response}
         check_longest(shape, Config.model_validate({"data": lengths}), "model")
 
-    check(2048, 2048)
-    with pytest.raises(
-        InputError, match=r"max_response_length = 4097 exceeds sliding_window=4096 of the model of model"
-    ):
-        check(2048, 2049)
-    shape = replace(shape, window=None)
     check(4096, 4096)
     with pytest.raises(InputError, match="= 8193 exceeds the 8192 tokens that the model of model supports"):
         check(4096, 4097)
-
-    write_small("mistral", tmp_path, sliding_window=64)
-    found = read_shape(tmp_path)
-    open_weights(tmp_path, found)
-    open_weights(tmp_path, replace(found, window=None, max_position_embeddings=64))
-    with pytest.raises(InputError, match=r"config\.json has sliding_window=64, and .* sequences of up to 65 tokens"):
-        open_weights(tmp_path, replace(found, window=None, max_position_embeddings=65))
 
 
 def test_layer_types_that_are_not_computed_are_an_error() -> None:

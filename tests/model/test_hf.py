@@ -20,17 +20,19 @@ from hpcrl.model.hf_directory import Safetensors, open_weights
 from hpcrl.model.hf_files import differing, hf_shards, plan_files, write_beside
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
-from tests.model.families import EXPERTS, LLAMA3, MODELS, SIZES, YARN, make_model
+from tests.model.families import EXPERTS, LLAMA3, MODELS, SIZES, WINDOWS, YARN, make_model
 from tests.model.vision_models import VISION_MODELS, vision_config
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    ("name", "exact"), [*((name, False) for name in MODELS), *((name, True) for name in MODELS if name not in EXPERTS)]
+    ("name", "exact"),
+    [*((name, False) for name in MODELS), *((name, True) for name in MODELS if name not in (*EXPERTS, *WINDOWS))],
 )
 def test_the_engine_says_what_transformers_says(name: str, exact: bool, tmp_path: Path) -> None:
     model = make_model(name)
@@ -49,6 +51,33 @@ def test_the_engine_says_what_transformers_says(name: str, exact: bool, tmp_path
         with torch.no_grad():
             logits = model(ids).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1)[range(12), completion.token_ids]
+        np.testing.assert_allclose(completion.log_probs, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 9}, {"num_sequences": 2}])
+def test_a_window_in_prompts_in_parts_in_groups_and_after_preemption(
+    name: str, limits: dict[str, int], tmp_path: Path
+) -> None:
+    """Of 4 samples each; with room for 2 sequences of 7, most are preempted."""
+    model = make_model(name)
+    model.save_pretrained(tmp_path)
+    shape, longest = read_shape(tmp_path), 48
+    room = CacheLayout.of(shape, 1, longest)
+    size = room.block_bytes(4) * 2 * limits.pop("num_sequences", 8) + 8 * room.sequence_bytes(4)
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": longest, **limits}
+    engine = NativeEngine(shape, None, 0, 1, torch.float32, kv_cache_bytes=size, **options)
+    source = Safetensors(tmp_path)
+    source.load(shape, shards(shape), engine.weights())
+    prompts = [np.arange(length) % 47 for length in (3, 7, 30)]
+    requests = [Request(prompts[number // 4], str(number // 4), number % 4) for number in range(12)]
+    completions = engine.generate(requests, SamplingParams(18, ignore_eos=True), seed=0, step=0)
+    for request, completion in zip(requests, completions, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(18), completion.token_ids]
         np.testing.assert_allclose(completion.log_probs, expected, rtol=0, atol=1e-4)
 
 

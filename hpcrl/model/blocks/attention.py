@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.model.blocks.block import Block, CachedHeads, Feature, Projection, Weight
@@ -19,18 +20,26 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Attention(Block):
     """Causal attention with rotary embedding (Ainslie et al. 2023, arXiv:2305.13245). qk_norm: RMSNorm of each query
-    and key head."""
+    and key head. window: a token attends to itself and the tokens before it, so many in all (Beltagy et al. 2020,
+    arXiv:2004.05150, section 3.1); None: to all."""
 
     num_heads: int
     num_groups: int
     head_dim: int
     qkv_bias: bool = False
     qk_norm: bool = False
+    window: int | None = None
 
     title: ClassVar[str] = "attention"
-    supports: ClassVar[frozenset[Feature]] = frozenset(
-        ("exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm")
-    )
+
+    @property
+    def supports(self) -> frozenset[Feature]:
+        found: tuple[Feature, ...] = ("adapters", "transformer_engine", "fp8", "planned_cp")
+        return frozenset(found if self.window is not None else (*found, "exact", "tensorrt_llm"))
+
+    @property
+    def sees(self) -> int | None:
+        return self.window
 
     @property
     def num_rows(self) -> int:
@@ -70,12 +79,14 @@ class Attention(Block):
         from hpcrl.model.blocks.layers import RMSNorm
 
         attention = spec.submodules.self_attention.submodules
-        attention.core_attention = ExactPackedAttention if exact else PackedAttention
+        core = ExactPackedAttention if exact else PackedAttention
+        attention.core_attention = core if self.window is None else partial(core, window=self.window)
         if self.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
 
     def cached(self, tp_size: int) -> CachedHeads:
-        return CachedHeads(self.num_groups // tp_size, self.num_heads // self.num_groups, self.head_dim, self.head_dim)
+        groups, width = self.num_groups // tp_size, self.head_dim
+        return CachedHeads(groups, self.num_heads // self.num_groups, width, width, window=self.window)
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> AttentionStep:
         from hpcrl.model.blocks.attention_modules import AttentionStep

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hpcrl.kernels.layers import apply_rope, rms_norm
-from hpcrl.kernels.packed_attention import by_library, is_fused
+from hpcrl.kernels.packed_attention import by_library, causal_attention, is_fused, window_mask
 from hpcrl.kernels.store_heads import HeadWeights
 from hpcrl.model.exact import exact_attention
 from hpcrl.model.gpt import PackedTokens, Tail
@@ -32,13 +32,17 @@ class PackedAttention(torch.nn.Module):
     """
 
     def __init__(
-        self, pg_collection: ProcessGroupCollection | None = None, softmax_scale: float | None = None, **_: object
+        self,
+        pg_collection: ProcessGroupCollection | None = None,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        **_: object,
     ) -> None:
         """Only the context-parallel group of `pg_collection` is used, and only with context parallelism.
-        `softmax_scale`: None is 1 / sqrt(d)."""
+        `softmax_scale`: None is 1 / sqrt(d). `window`: a token attends to as many tokens, its own the last."""
         super().__init__()
         self.cp_group = pg_collection.cp if pg_collection is not None else None
-        self.softmax_scale = softmax_scale
+        self.softmax_scale, self.window = softmax_scale, window
 
     def forward(
         self,
@@ -72,7 +76,7 @@ class PackedAttention(torch.nn.Module):
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedTokens) -> Tensor:
         tokens = packed.num_tokens
         parts = query[:tokens], key[:tokens], value[:tokens]
-        output = by_library(*parts, packed.cu_seqlens_q, packed.max_seqlen_q, self.softmax_scale)
+        output = by_library(*parts, packed.cu_seqlens_q, packed.max_seqlen_q, self.softmax_scale, self.window)
         return pad(output.flatten(1), (0, 0, 0, query.size(0) - tokens))
 
     def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
@@ -84,8 +88,9 @@ class PackedAttention(torch.nn.Module):
         all ranks, groups, 2 d), and an output without rows: all ranks must run the backward pass of the gathering."""
         gqa = query.size(1) != gathered.size(1)
         for tail, tail_query in zip(tails, query.split([tail.queries for tail in tails]), strict=True):
-            key, value = gathered.index_select(0, tail.keys).transpose(0, 1).chunk(2, -1)
-            mask = _lower_right(tail.queries, len(tail.keys), query.device)
+            keys = tail.keys if self.window is None else tail.keys[-(tail.queries + self.window - 1) :]
+            key, value = gathered.index_select(0, keys).transpose(0, 1).chunk(2, -1)
+            mask = _lower_right(tail.queries, len(keys), self.window, query.device)
             args = tail_query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
             output = scaled_dot_product_attention(*args, mask, scale=self.softmax_scale, enable_gqa=gqa)
             yield output.squeeze(0).transpose(0, 1)
@@ -94,7 +99,7 @@ class PackedAttention(torch.nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention: `query` (N, heads, L, d), `key` and `value` (N, groups, L, d) -> (N, heads, L, d)."""
         gqa = query.size(1) != key.size(1)
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=gqa)
+        return causal_attention(query, key, value, self.softmax_scale, self.window, enable_gqa=gqa)
 
 
 class ExactPackedAttention(PackedAttention):
@@ -184,14 +189,14 @@ class AttentionStep:
         return torch.cat((queries, key), dim=2)
 
 
-def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
+def _lower_right(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return the mask of queries that are the last ones of a causal sequence; on a GPU a symbolic mask that kernels
-    recognise."""
-    if device.type == "cuda":
+    recognise, if there is no window."""
+    if device.type == "cuda" and window is None:
         from torch.nn.attention.bias import causal_lower_right  # slow import (0.5 s), which loads the compiler
 
         return causal_lower_right(queries, keys)
-    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return window_mask(queries, keys, window, device)
 
 
 def _unpack(x: Tensor, packed: PackedTokens) -> tuple[list[Tensor], Tensor]:

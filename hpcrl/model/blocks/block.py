@@ -81,13 +81,22 @@ class Weight:
 class Block:
     """A part of a layer. Every weight is within the module `self_attention` or `mlp` of megatron's layer.
 
-    title: in messages. supports: the features that it works with; what is not listed is an error.
+    title: in messages.
     """
 
     hidden_size: int
 
     title: ClassVar[str]
-    supports: ClassVar[frozenset[Feature]]
+
+    @property
+    def supports(self) -> frozenset[Feature]:
+        """The features that it works with; what is not listed is an error."""
+        return frozenset()
+
+    @property
+    def sees(self) -> int | None:
+        """Tokens that a token attends to, its own included; None: all before it."""
+        return None
 
     @property
     def count_of_experts(self) -> int:

@@ -24,9 +24,10 @@ class FeedForward(Block):
     ffn_hidden_size: int
 
     title: ClassVar[str] = "feed-forward"
-    supports: ClassVar[frozenset[Feature]] = frozenset(
-        ("exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm")
-    )
+
+    @property
+    def supports(self) -> frozenset[Feature]:
+        return frozenset(("exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm"))
 
     def weights(self) -> Iterator[Weight]:
         return gated_weights("mlp.", self.hidden_size, self.ffn_hidden_size)

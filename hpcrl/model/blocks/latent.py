@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.model.blocks.attention import output_projection
-from hpcrl.model.blocks.block import Block, CachedHeads, Feature, Weight
+from hpcrl.model.blocks.block import Block, CachedHeads, Weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -42,7 +42,6 @@ class Latent(Block):
     softmax_scale: float
 
     title: ClassVar[str] = "latent attention"
-    supports: ClassVar[frozenset[Feature]] = frozenset()
 
     def weights(self) -> Iterator[Weight]:
         hidden, heads, widths = self.hidden_size, self.num_heads, self.widths

@@ -42,7 +42,10 @@ class MixtureOfExperts(Block):
     routed_scale: float = 1.0
 
     title: ClassVar[str] = "a mixture of experts"
-    supports: ClassVar[frozenset[Feature]] = frozenset(("adapters", "transformer_engine", "planned_cp"))
+
+    @property
+    def supports(self) -> frozenset[Feature]:
+        return frozenset(("adapters", "transformer_engine", "planned_cp"))
 
     @property
     def count_of_experts(self) -> int:

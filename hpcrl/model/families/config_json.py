@@ -143,16 +143,32 @@ def with_defaults(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     return {**DEFAULTS[family], **given}
 
 
-def window_of(config: Mapping[str, Any], family: str) -> int | None:
-    """Return the tokens that attention sees in some layer, None for all. config: with defaults."""
+def windows_of(config: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
+    """Return the tokens that attention sees in each layer, None for all; empty if it sees all in all layers. config:
+    with defaults."""
     own = {key: config[key] for key in DEFAULTS[family]}  # other families ignore these keys
-    types, first = own.get("layer_types"), own.get("max_window_layers", 0)
+    types, first, count = own.get("layer_types"), own.get("max_window_layers", 0), config["num_hidden_layers"]
     if types is not None and (not isinstance(types, list) or {*map(str, types)} - {"full_attention", _SLIDING}):
         raise InputError(f"layer_types={types!r}; expected full_attention or {_SLIDING} of each layer")
+    if types is not None and len(types) != count:
+        raise InputError(f"layer_types has {len(types)} layers; expected num_hidden_layers={count}")
     if isinstance(first, bool) or not isinstance(first, int):
         raise InputError(f"max_window_layers={first!r}; expected a whole number")
-    some = first < config["num_hidden_layers"] if types is None else _SLIDING in types
-    return own.get("sliding_window") if some and own.get("use_sliding_window", True) else None
+    window = own.get("sliding_window") if own.get("use_sliding_window", True) else None
+    slides = [layer >= first for layer in range(count)] if types is None else [kind == _SLIDING for kind in types]
+    return tuple(window if each else None for each in slides) if window is not None and any(slides) else ()
+
+
+def _window_keys(shape: ModelShape) -> dict[str, Any]:
+    if not shape.windows:
+        return {"sliding_window": None}
+    found: dict[str, Any] = {"sliding_window": max(filter(None, shape.windows))}
+    if "use_sliding_window" in DEFAULTS[shape.family]:
+        found["use_sliding_window"] = True
+    if "layer_types" in DEFAULTS[shape.family]:
+        found["layer_types"] = ["full_attention" if window is None else _SLIDING for window in shape.windows]
+        found["max_window_layers"] = next(layer for layer, window in enumerate(shape.windows) if window)
+    return found
 
 
 def family_of(shape: ModelShape) -> Family:
@@ -202,7 +218,7 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
         "head_dim": head_dim,
         "vocab_size": config["vocab_size"],
         "max_position_embeddings": config["max_position_embeddings"],
-        "window": window_of(config, name),
+        "windows": windows_of(config, name),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "rms_norm_eps": config["rms_norm_eps"],
@@ -271,7 +287,7 @@ def hf_config(shape: ModelShape) -> dict[str, Any]:
         "rms_norm_eps": shape.rms_norm_eps,
         "initializer_range": shape.init_std,
         "tie_word_embeddings": shape.tie_word_embeddings,
-        "sliding_window": None,
+        **_window_keys(shape),
         **family.fixed,
         **family.keys(shape),
     }

@@ -196,4 +196,4 @@ def check_architecture(folder: Path, shape: ModelShape) -> None:
             raise InputError(
                 f"{folder / CONFIG} has {key}={found_value}, but the trained model has {trained_value}; make them equal"
             )
-    shape.check_window(found.window, str(folder / CONFIG))
+    shape.check_windows(found, str(folder / CONFIG))
