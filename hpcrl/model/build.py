@@ -260,11 +260,11 @@ def _layer_spec(layer: Layer, groups: RoleGroups, exact: bool, uses_te: bool):  
     """Megatron's local layer with the modules of its blocks, and Transformer Engine's layers in place of megatron's."""
     experts = layer.num_experts or None
     spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm")
-    layer.norms.use(spec)
     if uses_te:
         transformer_engine.use_transformer_engine(spec)
     for block in layer.blocks:
         block.use(spec, groups, exact=exact)
+    layer.norms.use(spec, uses_te=uses_te)
     return spec
 
 

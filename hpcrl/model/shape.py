@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from hpcrl.model.blocks.attention import Attention
-from hpcrl.model.blocks.block import Block, Layer, Norms
+from hpcrl.model.blocks.block import Block, Layer
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.latent import Latent, LatentAttention
 from hpcrl.model.blocks.mixture import MixtureOfExperts
+from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
 
@@ -51,6 +52,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int = 4096
+    norms: Norms = field(default=Norms(), repr=False)
     # Of each layer, tokens that attention sees, None for all; empty: all in all layers.
     windows: tuple[int | None, ...] = field(default=(), repr=False)
     rope_theta: float = 10000.0
@@ -95,11 +97,11 @@ class ModelShape:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        norms, dense = Norms(self.hidden_size), FeedForward(self.hidden_size, self.ffn_hidden_size)
+        dense = FeedForward(self.hidden_size, self.ffn_hidden_size)
         mixture = self._mixture() if self.num_experts else dense
         windows, dense_layers = self.windows or (None,) * self.num_layers, {*self.dense_layers}
         kinds = {
-            (window, mlp): Layer(self._attention(window), mlp, norms)
+            (window, mlp): Layer(self._attention(window), mlp, self.norms)
             for window in {*windows}
             for mlp in (dense, mixture)
         }

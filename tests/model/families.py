@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 5}),
     "qwen2": ("qwen2", {"rope_parameters": YARN}),
     "qwen2-window": (
         "qwen2",

@@ -180,6 +180,7 @@ SMALL: dict[str, Keys] = {
     "qwen3_vl": {"num_key_value_heads": 4},
     "qwen3_vl_moe": {"num_key_value_heads": 4, "head_dim": 128},
     "deepseek_v2": {"q_lora_rank": 24},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 5, "num_key_value_heads": 4},
     "deepseek_v3": {"q_lora_rank": 24, "num_key_value_heads": 8},
 }
 

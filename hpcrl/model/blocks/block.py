@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hpcrl.model.blocks.attention_modules import Linear
+    from hpcrl.model.blocks.norms import Norms
     from hpcrl.runtime.groups import RoleGroups
 
 Size: TypeAlias = tuple[int, ...]  # of a tensor
@@ -133,24 +134,6 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Norms:
-    """RMSNorm before attention and before the MLP."""
-
-    hidden_size: int
-
-    def before_attention(self) -> Weight:
-        return Weight("input_layernorm.weight", (self.hidden_size,))
-
-    def before_mlp(self) -> Weight:
-        return Weight("pre_mlp_layernorm.weight", (self.hidden_size,))
-
-    def use(self, spec: ModuleSpec) -> None:
-        from hpcrl.model.blocks.layers import RMSNorm
-
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-
-
-@dataclass(frozen=True)
 class Layer:
     """attention: what mixes tokens. mlp: what maps each token."""
 
@@ -169,8 +152,9 @@ class Layer:
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
         """All weights but those of experts."""
-        attention, mlp = (tuple(block.weights()) for block in self.blocks)
-        return self.norms.before_attention(), *attention, self.norms.before_mlp(), *mlp
+        hidden = self.attention.hidden_size
+        attention = self.norms.around(hidden, "attention", self.attention.weights())
+        return (*attention, *self.norms.around(hidden, "mlp", self.mlp.weights()))
 
     @cached_property
     def expert_weights(self) -> tuple[Weight, ...]:
@@ -181,7 +165,7 @@ class Layer:
 def unsupported(layers: Sequence[Layer], feature: Feature) -> str | None:
     """Return the first block that does not support a feature, such as "latent attention (layer 0)"; None if all do."""
     for number, layer in enumerate(layers):
-        for block in layer.blocks:
-            if feature not in block.supports:
-                return f"{block.title} (layer {number})"
+        for part in (*layer.blocks, layer.norms):
+            if feature not in part.supports:
+                return f"{part.title} (layer {number})"
     return None

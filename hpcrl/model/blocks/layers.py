@@ -18,6 +18,7 @@ from hpcrl.runtime.megatron_versions import mlp_submodules
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 LATENT_NORM_EPS = 1e-6  # of latents, in all models, independent of the other norms' eps
@@ -38,6 +39,24 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self.eps)
+
+
+def with_output_norms(layer_class: type[TransformerLayer]) -> type[TransformerLayer]:
+    """Return a class of layers with norms of the outputs of attention and MLP."""
+
+    class Normed(layer_class):  # type: ignore[misc, valid-type]
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            for name, module in (("attention", self.self_attention), ("mlp", self.mlp)):
+                norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+                self.add_module(f"post_{name}_layernorm", norm)
+                module.register_forward_hook(partial(_normed, norm))
+
+    return Normed
+
+
+def _normed(norm: RMSNorm, module: torch.nn.Module, inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
+    return norm(output[0]), None
 
 
 class SwiGLU(torch.nn.Module):

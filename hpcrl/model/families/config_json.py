@@ -28,7 +28,7 @@ FAMILIES: dict[str, Family] = {
     name: _FAMILIES[name]
     for name in (
         *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        *("deepseek_v2", "deepseek_v3"),
+        *("deepseek_v2", "deepseek_v3", "exaone4"),
     )
 }
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {**llama.DEFAULTS, **qwen.DEFAULTS, **deepseek.DEFAULTS}

@@ -1,16 +1,37 @@
-"""Llama, Mistral and Mixtral. No torch."""
+"""Llama, and EXAONE, Mistral and Mixtral, which have its names. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.model.families.family import ATTENTION, COMMON, ENDS, LLAMA, NO_BIAS, Family, experts_mlp
+from hpcrl.model.blocks.norms import Norms
+from hpcrl.model.families.family import (
+    ATTENTION,
+    COMMON,
+    ENDS,
+    HF,
+    LLAMA,
+    MEGATRON,
+    NO_BIAS,
+    QK_NORM,
+    Family,
+    Names,
+    experts_mlp,
+)
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "llama": COMMON | {"max_position_embeddings": 2048},
     "mistral": COMMON | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "exaone4": COMMON
+    | {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+    },
     "mixtral": COMMON
     | {
         "num_key_value_heads": 8,
@@ -36,8 +57,26 @@ def _mixtral_keys(shape: ModelShape) -> dict[str, Any]:
     return {"num_local_experts": shape.num_experts, "num_experts_per_tok": shape.moe_topk}
 
 
+_EXAONE_NORMS: Names = {
+    f"{MEGATRON}post_attention_layernorm.weight": (f"{HF}post_attention_layernorm.weight",),
+    f"{MEGATRON}post_mlp_layernorm.weight": (f"{HF}post_feedforward_layernorm.weight",),
+}
+
+
+def _exaone_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["sliding_window"] is not None:
+        raise InputError(
+            f"sliding_window={config['sliding_window']}: layers without rotary embedding are not supported; use a "
+            "model with null"
+        )
+    return {"qk_norm": True, "norms": Norms(before=False, after=True)}
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", LLAMA, NO_BIAS | {"mlp_bias": False}),
+    "exaone4": Family(
+        "Exaone4ForCausalLM", {**LLAMA, **QK_NORM, **_EXAONE_NORMS}, {"hidden_act": "silu"}, _exaone_fields
+    ),
     "mistral": Family("MistralForCausalLM", LLAMA, NO_BIAS),
     "mixtral": Family(
         "MixtralForCausalLM", {**ENDS, **ATTENTION, **_MIXTRAL_MLP}, NO_BIAS, _mixtral_fields, _mixtral_keys

@@ -101,12 +101,14 @@ class FastRope(PlainRope):
 
 
 class _Layer(NamedTuple):
-    """next_norm: the next layer's first norm, or the final one."""
+    """before_next: the next layer's first norm, or the final one. Norms that a layer does not have are None."""
 
     attention: Any
-    mlp_norm: Tensor
     mlp: Any
-    next_norm: Tensor
+    before_mlp: Tensor | None
+    after_attention: Tensor | None
+    after_mlp: Tensor | None
+    before_next: Tensor | None
 
 
 class TokenFeatures(NamedTuple):
@@ -165,7 +167,7 @@ class Decoder:
         vars(self).pop("_layers", None)
         self._embedding = self.weights[EMBEDDING]
         self._head = self.weights[EMBEDDING if self._shape.tie_word_embeddings else OUTPUT_LAYER]
-        self._first_norm = self.weights["decoder.layers.0.input_layernorm.weight"]
+        self._first_norm = self.weights.get("decoder.layers.0.input_layernorm.weight")
         if self.tower is not None:
             for name, parameter in self.tower.named_parameters():
                 parameter.data = self.weights[f"{TOWER}{name}"]
@@ -174,11 +176,11 @@ class Decoder:
         def weight(name: str) -> Tensor:
             return self.weights[f"decoder.layers.{number}.{name}"]
 
-        following = (
-            "final_layernorm" if number + 1 == self._shape.num_layers else f"layers.{number + 1}.input_layernorm"
-        )
         attention, mlp = (block.step(weight, self._linear, self._shape.rms_norm_eps) for block in layer.blocks)
-        return _Layer(attention, weight("pre_mlp_layernorm.weight"), mlp, self.weights[f"decoder.{following}.weight"])
+        is_last = number + 1 == self._shape.num_layers
+        following = "final_layernorm" if is_last else f"layers.{number + 1}.input_layernorm"
+        before_next = self.weights.get(f"decoder.{following}.weight")
+        return _Layer(attention, mlp, **layer.norms.step(weight), before_next=before_next)
 
     @property
     def routing_width(self) -> int:
@@ -221,22 +223,33 @@ class Decoder:
         hidden = self._embed(token_ids)
         if features is not None:
             hidden[features.rows] = features.values[0]
-        normed = rms_norm(hidden, self._first_norm, eps)
+        normed = hidden if self._first_norm is None else rms_norm(hidden, self._first_norm, eps)
         for number, layer in enumerate(self._layers):
             is_last = cache_only and number == len(self._layers) - 1
             if is_last and (chosen is None or not layer.mlp.num_chosen):
                 layer.attention.store(number, normed, attention, rotate)
                 break
             attended = self.tp.sum(layer.attention(number, normed, attention, rotate))
-            normed = add_rms_norm(attended, hidden, layer.mlp_norm, eps)
+            normed = self._add(attended, hidden, layer.after_attention, layer.before_mlp)
             if is_last:
                 layer.mlp.route(normed, chosen)
                 break
             output = self.tp.sum(layer.mlp(normed, chosen))
             if features is not None and number + 1 < len(features.values):
                 output[features.rows] += features.values[number + 1]
-            normed = add_rms_norm(output, hidden, layer.next_norm, eps)
+            normed = self._add(output, hidden, layer.after_mlp, layer.before_next)
         return normed
+
+    def _add(self, output: Tensor, hidden: Tensor, after: Tensor | None, before: Tensor | None) -> Tensor:
+        """Add a block's output to the residual `hidden` in place. Return the next block's input. after, before: weights
+        of the norms of the two."""
+        eps = self._shape.rms_norm_eps
+        if after is not None:
+            output = rms_norm(output, after, eps)
+        if before is not None:
+            return add_rms_norm(output, hidden, before, eps)
+        hidden += output
+        return hidden
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.tp.size == 1:
