@@ -53,6 +53,7 @@ class ModelShape:
     vocab_size: int
     max_position_embeddings: int = 4096
     norms: Norms = field(default=Norms(), repr=False)
+    blocks: tuple[Layer, ...] = field(default=(), repr=False)  # all layers, of a family with blocks of its own
     # Of each layer, tokens that attention sees, None for all; empty: all in all layers.
     windows: tuple[int | None, ...] = field(default=(), repr=False)
     rope_theta: float = 10000.0
@@ -97,6 +98,8 @@ class ModelShape:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
+        if self.blocks:
+            return self.blocks
         dense = FeedForward(self.hidden_size, self.ffn_hidden_size)
         mixture = self._mixture() if self.num_experts else dense
         windows, dense_layers = self.windows or (None,) * self.num_layers, {*self.dense_layers}

@@ -136,6 +136,19 @@ class CachedAttention:
         """The same from the product of queries, keys and values, with the arguments of `store_heads`."""
         raise NotImplementedError
 
+    def lengths(self) -> list[int] | None:
+        """Return the new tokens of each sequence; None: one of each."""
+        return None
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """Return the state tensors (sequences, *size) that a recurrent layer has before the new tokens, 0 at the start
+        of a sequence."""
+        raise NotImplementedError
+
+    def save_states(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        """Set the states after the new tokens."""
+        raise NotImplementedError
+
 
 class Rope(Protocol):
     """Rotary embedding of heads (n, KV heads, heads, head_dim)."""

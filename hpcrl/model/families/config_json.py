@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.model.families import deepseek, llama, qwen
-from hpcrl.model.families.family import Family
+from hpcrl.model.families.family import COMMON, Family
 from hpcrl.model.shape import ModelShape, RopeScaling
 from hpcrl.model.vision import MOST_LAYERS, VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
@@ -31,7 +31,15 @@ FAMILIES: dict[str, Family] = {
         *("deepseek_v2", "deepseek_v3", "exaone4"),
     )
 }
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {**llama.DEFAULTS, **qwen.DEFAULTS, **deepseek.DEFAULTS}
+DEFAULTS: dict[str, Mapping[str, Any]] = {**llama.DEFAULTS, **qwen.DEFAULTS, **deepseek.DEFAULTS}
+
+
+def register_family(model_type: str, family: Family, defaults: Mapping[str, Any] | None = None) -> None:
+    """Add a family, whose directories have this model_type. defaults: of keys that config.json may lack, besides those
+    that all families have."""
+    if model_type in FAMILIES:
+        raise ValueError(f"model_type={model_type} is registered already; choose another name")
+    FAMILIES[model_type], DEFAULTS[model_type] = family, {**COMMON, **(defaults or {})}
 
 
 def read_shape(folder: Path) -> ModelShape:

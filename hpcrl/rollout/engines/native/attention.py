@@ -32,6 +32,21 @@ class HostAttention(CachedAttention):
 
     new: NewTokens
 
+    def lengths(self) -> list[int]:
+        found: list[int] = self.new.lengths.tolist()
+        return found
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        new = self.new
+        rows, has_state = (torch.from_numpy(x).to(new.cache.device) for x in (new.rows, new.starts > 0))
+        states = (tensor[rows] for tensor in new.cache.states[layer])
+        return tuple(state * has_state.view(-1, *[1] * (state.dim() - 1)) for state in states)
+
+    def save_states(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        rows = torch.from_numpy(self.new.rows).to(self.new.cache.device)
+        for tensor, state in zip(self.new.cache.states[layer], states, strict=True):
+            tensor[rows] = state
+
 
 class ExactAttention(HostAttention):
     """Gathers everything that a row has cached and masks it after each query's own token. Slow; used in exact mode."""
@@ -78,7 +93,7 @@ class PagedAttention(CachedAttention):
         rows: Tensor | None = None,
         rope_positions: Tensor | None = None,
     ) -> None:
-        self._cache, self._num_rows = cache, num_rows
+        self._cache, self._rows = cache, rows
         self._of_kind: dict[CachedHeads, PagedRows] = {}
         places = {}
         for heads in cache.layout.heads:
@@ -114,6 +129,15 @@ class PagedAttention(CachedAttention):
         heads, keys, values = self._cache[layer]
         slots = CacheSlots(keys, values, *self.new.places[heads])
         return self._attend(layer, store_heads(mixed, weights, cos, sin, slots))
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        assert self._rows is not None
+        return tuple(tensor.index_select(0, self._rows) for tensor in self._cache.states[layer])
+
+    def save_states(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        assert self._rows is not None
+        for tensor, state in zip(self._cache.states[layer], states, strict=True):
+            tensor.index_copy_(0, self._rows, state)  # rows that repeat the first one have its state
 
     def _attend(self, layer: int, queries: Tensor) -> Tensor:
         heads, keys, values = self._cache[layer]

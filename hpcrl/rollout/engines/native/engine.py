@@ -63,7 +63,7 @@ class NativeEngine:
         self._decoder = Decoder(shape, tp, dtype, device)
         width = blocks_for(max_model_len)
         size = tp.smallest(layout.num_blocks(dtype.itemsize, kv_cache_bytes, *limits))
-        has_kernels, self._paged = PagedAttention.fits(layout, BLOCK_SIZE, dtype, device), None
+        has_kernels, self._paged = bool(layout.heads) and PagedAttention.fits(layout, BLOCK_SIZE, dtype, device), None
         self._cache: KVCache | RowCache
         if exact or (device.type == "cpu" and not has_kernels):
             self._cache = RowCache(layout, size, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, dtype)
