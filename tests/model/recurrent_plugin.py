@@ -5,7 +5,7 @@ h_t = a h_{t-1} + v x_t and y_t = w h_t, with the decay a = sigmoid(d) of each c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.families.config_json import register_family
 from hpcrl.model.families.family import HF, LLAMA, MEGATRON, NO_BIAS, Family
+from hpcrl.model.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,24 @@ class RecurrentStep:
 def fields(config: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     mlp, norms = FeedForward(hidden, config["intermediate_size"]), Norms()
-    attention = Attention(hidden, heads, config["num_key_value_heads"], hidden // heads)
+    attention = Attention(hidden, heads, config["num_key_value_heads"], config["head_dim"])
     recurrence = Recurrence(hidden, config["channels"])
     layers = range(config["num_hidden_layers"])
     return {"blocks": tuple(Layer(attention if layer % 2 else recurrence, mlp, norms) for layer in layers)}
+
+
+def recurrent_shape(**sizes: Any) -> ModelShape:
+    shape = ModelShape(**sizes)
+    config = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_query_groups,
+        "head_dim": shape.head_dim,
+        "channels": 24,
+    }
+    return replace(shape, **fields(config))
 
 
 SELF = f"{MEGATRON}self_attention."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +16,13 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit
+from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout
+from hpcrl.runtime.user_code import import_file
 from tests.covering import slow_but
 from tests.mpi.layouts import DEEPSEEK
 
@@ -28,6 +31,7 @@ pytestmark = pytest.mark.ci_world(2)
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World
 
+RECURRENT = Path(__file__).parents[1] / "model" / "recurrent_plugin.py"  # registered as a user's file is
 SIZES = {
     "num_layers": 3,
     "hidden_size": 32,
@@ -71,6 +75,9 @@ SHAPES = {
     "untied": make_shape(),
     "tied": make_shape(tied=True),
     "deepseek": replace(DEEPSEEK, num_layers=3, vocab_size=SIZES["vocab_size"], init_std=0.2),
+    "window": replace(make_shape(), windows=(6, None, 6)),
+    "norms": replace(make_shape(), norms=Norms(before=True, after=True)),
+    "recurrent": import_file(RECURRENT).recurrent_shape(**SIZES),
 }
 
 
@@ -101,7 +108,7 @@ def make_native_engine(shape: ModelShape, groups: RoleGroups) -> NativeEngine:
         groups.layout.tp,
         torch.float32,
         max_num_seqs=16,
-        max_num_batched_tokens=64 if shape.mla is None else 12,  # prompts of up to 15 tokens come in parts
+        max_num_batched_tokens=64 if shape == SHAPES["untied"] else 12,  # prompts of up to 15 tokens come in parts
         max_model_len=32,
     )
 

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.mpi.lab import Lab, metrics
+from hpcrl.model.hf_files import plan_files, write_beside
+from hpcrl.runtime.groups import make_groups
+from hpcrl.runtime.layout import Layout
+from hpcrl.runtime.user_code import import_file
+from hpcrl.workers.weight_transfer import ExportWorker
+from tests.mpi.lab import Lab, metrics, on
+from tests.mpi.layouts import Policy, seeded
 
 pytestmark = pytest.mark.ci_world(2)
 
+RECURRENT = Path(__file__).parents[1] / "model" / "recurrent_plugin.py"
+SIZES = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "head_dim": 8,
+    "vocab_size": 60,
+    "init_std": 0.2,
+    "family": "toy_recurrent",
+}
 PLUGIN = """
 from dataclasses import dataclass
 
@@ -69,3 +88,35 @@ def test_a_job_runs_with_the_parameters_of_a_plugin(world: Any, lab: Lab) -> Non
         assert numbers["critic/advantages/max"] <= scale
     assert found[1.0, 1.0]["actor/grad_norm"] != found[3.0, 1.0]["actor/grad_norm"]
     assert found[3.0, 2.0]["critic/advantages/max"] > found[3.0, 1.0]["critic/advantages/max"]
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_plugin_trains_generates_and_resumes(world: Any, lab: Lab) -> None:
+    """From a directory with its weights; what rollout says of a token is what training says."""
+    shape, source = import_file(RECURRENT).recurrent_shape(**SIZES), lab.folder / "recurrent"
+    groups = make_groups({"actor": Layout(tuple(range(world.size)))}, world.rank)["actor"]
+    if world.rank == 0:
+        source.mkdir()
+    world.barrier()
+    assert ExportWorker(Policy(groups, shape, seeded(1)), world.comm).write(str(source)) is None
+    world.barrier()
+    if world.rank == 0:
+        write_beside(source, plan_files(shape, 4, world.size), shape, 4, "float32", None, None)
+    world.barrier()
+
+    def run(name: str, steps: int, save_freq: int = -1) -> dict[int, dict[str, float]]:
+        return metrics(
+            lab.run(
+                name,
+                on(world, tp=world.size),
+                run={"plugins": [str(RECURRENT)]},
+                model={"path": str(source), "vocab_size": None},
+                algorithm={"adv_estimator": "grpo"},
+                trainer={"total_training_steps": steps, "save_freq": save_freq},
+            )
+        )
+
+    whole = run("whole", 4)
+    assert max(line["training/rollout_probs_diff_max"] for line in whole.values()) < 1e-4
+    run("halves", 2, save_freq=2)
+    assert run("halves", 4, save_freq=2) == whole
