@@ -47,6 +47,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 if TYPE_CHECKING:
     from hpcrl.config.roles import Part
     from hpcrl.config.schema import DdpConfig, MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
+    from hpcrl.model.blocks.mixture import RoutedExperts
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -230,7 +231,7 @@ class TrainEngine:
             return value, torch.tensor(0, dtype=torch.int), (metrics, micro, kept)
 
         micros = self._micro_batches(batch, max_tokens, unit)
-        losses = self._router_losses(batch) if self.shape.num_experts else None
+        losses = self._router_losses(batch, self.shape.routed) if self.shape.routed is not None else None
         for micro in micros:
             if micro.packed.routing is not None:
                 micro.packed.routing.losses = losses
@@ -297,7 +298,7 @@ class TrainEngine:
         alias the trained ones for saving, and may do so for loading: call this and use the result inside
         `offload.on_device("parameters", "optimizer")`. `replica_id` selects the writer of a weight.
         """
-        metadata = state_metadata(self.groups, has_experts=self.shape.num_experts > 0)
+        metadata = state_metadata(self.groups, has_experts=self.shape.routed is not None)
         with platform.cpu_bridge():
             model = model_state(self.chunks, self.groups, self.head, metadata, is_loading=is_loading)
             state: dict[str, Any] = {"model": model, "steps": self.steps}
@@ -361,7 +362,7 @@ class TrainEngine:
                 micro.packed.routing.recorded = {}
         with torch.no_grad(), self.offload.on_device("parameters"):
             results = self._run(micros, compute, lambda micro, outputs: (micro, outputs), forward_only=True)
-        choices = [recorded_experts(micro, self.shape, self.groups) for micro in micros] if record_routing else []
+        choices = [recorded_experts(micro, self.groups) for micro in micros] if record_routing else []
         if not results:
             return {}
         columns = _columns(results)
@@ -417,7 +418,7 @@ class TrainEngine:
             pg_collection=self.groups.pgc,
         )
 
-    def _router_losses(self, batch: DataProto) -> RouterLosses:
+    def _router_losses(self, batch: DataProto, routed: RoutedExperts) -> RouterLosses:
         """Losses normalised by the sequences and tokens of all replicas."""
         device, num_tokens = platform.device(), int(batch.fetch("input_ids").lengths.sum()) if len(batch) else 0
         num_sequences = len(batch)
@@ -426,8 +427,8 @@ class TrainEngine:
             dist.all_reduce(counts, group=self.groups.dp)
             num_sequences, num_tokens = counts.tolist()
         return RouterLosses(
-            len(self.shape.moe_layers),
-            self.shape.num_experts,
+            len(routed.layers),
+            routed.num_experts,
             num_sequences=num_sequences,
             num_tokens=num_tokens,
             device=device,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged, moved, padded_places
+from hpcrl.model.blocks.mixture import RoutedExperts
 from hpcrl.model.blocks.rope import rope_positions
 from hpcrl.model.blocks.router import NOT_RECORDED, Routing
 from hpcrl.model.gpt import PackedTokens, gathered_places, pack, tokens_of_rank
@@ -77,7 +78,7 @@ def tokens_of_towers(column: PictureColumn, shape: ModelShape) -> np.ndarray:
 
 
 def make_routing(
-    lengths: Tensor, size: int, local_tokens: Tensor | slice, shape: ModelShape, experts: Ragged | None
+    lengths: Tensor, size: int, local_tokens: Tensor | slice, routed: RoutedExperts, experts: Ragged | None
 ) -> Routing:
     """Return the routing of packed sequences padded to `size` tokens, of which this rank has `local_tokens`.
 
@@ -87,12 +88,11 @@ def make_routing(
     sequences = torch.full((size,), len(lengths))
     sequences[:total] = torch.repeat_interleave(lengths)
     if experts is not None:
-        width = len(shape.moe_layers) * shape.moe_topk
-        _check_experts(experts, lengths * width, shape.num_experts)
-        replayed = torch.full((size, width), NOT_RECORDED, dtype=torch.int16)
-        replayed[:total] = torch.from_numpy(experts.values).view(total, width)
-        replayed = replayed[local_tokens].unflatten(1, (-1, shape.moe_topk))
-    return Routing(sequences[local_tokens], lengths, shape.moe_layers, replayed)
+        _check_experts(experts, lengths * routed.width, routed.num_experts)
+        replayed = torch.full((size, routed.width), NOT_RECORDED, dtype=torch.int16)
+        replayed[:total] = torch.from_numpy(experts.values).view(total, routed.width)
+        replayed = replayed[local_tokens].unflatten(1, (-1, routed.topk))
+    return Routing(sequences[local_tokens], lengths, routed.layers, replayed)
 
 
 def _check_experts(experts: Ragged, lengths: Tensor, num_experts: int) -> None:
@@ -110,15 +110,14 @@ def _check_experts(experts: Ragged, lengths: Tensor, num_experts: int) -> None:
         )
 
 
-def recorded_experts(micro: MicroBatch, shape: ModelShape, groups: RoleGroups) -> Ragged:
+def recorded_experts(micro: MicroBatch, groups: RoleGroups) -> Ragged:
     """Return the experts recorded by a micro-batch's routers, as a column of its samples. Collective over a replica."""
     routing = micro.packed.routing
     assert routing is not None and routing.recorded
     layout, first = groups.layout, next(iter(routing.recorded.values()))
     # int32, because NCCL has no int16
-    found = torch.full(
-        (len(first), len(routing.layers), shape.moe_topk), NOT_RECORDED, dtype=torch.int32, device=first.device
-    )
+    size = len(first), len(routing.layers), first.size(1)
+    found = torch.full(size, NOT_RECORDED, dtype=torch.int32, device=first.device)
     for layer, ids in routing.recorded.items():
         found[:, layer] = ids
     if layout.pp > 1:
@@ -257,11 +256,11 @@ def make_micro_batches(
             cp_size=cp_size,
             **in_tokens,
         )
-        if shape.num_experts:
+        if shape.routed is not None:
             local_tokens = tokens_of_rank(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
             is_replayed = "routed_experts" in batch.tokens and len(rows) > 0
             experts = batch.fetch("routed_experts").take(rows) if is_replayed else None
-            packed.routing = make_routing(lengths[: len(rows)], size, local_tokens, shape, experts)
+            packed.routing = make_routing(lengths[: len(rows)], size, local_tokens, shape.routed, experts)
         of_samples = output_lengths.numpy()
         micro = MicroBatch(rows, packed, targets, padded_places(of_samples), of_samples, output_gather)
         micros.append(moved(micro.map, device))

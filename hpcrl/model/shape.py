@@ -11,7 +11,7 @@ from hpcrl.model.blocks.attention import Attention
 from hpcrl.model.blocks.block import Block, Layer
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.latent import Latent, LatentAttention
-from hpcrl.model.blocks.mixture import MixtureOfExperts
+from hpcrl.model.blocks.mixture import MixtureOfExperts, RoutedExperts
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
@@ -109,6 +109,17 @@ class ModelShape:
             for mlp in (dense, mixture)
         }
         return tuple(kinds[window, dense if layer in dense_layers else mixture] for layer, window in enumerate(windows))
+
+    @cached_property
+    def routed(self) -> RoutedExperts | None:
+        """The experts of the model; None: no layer has any."""
+        numbers = tuple(number for number, layer in enumerate(self.layers) if layer.num_experts)
+        mixtures = {self.layers[number].mlp for number in numbers}
+        if not mixtures:
+            return None
+        (mixture,) = mixtures
+        assert isinstance(mixture, MixtureOfExperts)
+        return RoutedExperts(numbers, mixture.num_experts, mixture.topk)
 
     @cached_property
     def kinds(self) -> tuple[Block, ...]:

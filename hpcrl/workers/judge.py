@@ -204,7 +204,7 @@ class JudgeWorker(Worker):
     def _load_checkpoint(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         from hpcrl.engine.checkpoint.sharded_load import load_sharded
 
-        if self.shape.num_experts and self.layout.tp > 1:
+        if self.shape.routed is not None and self.layout.tp > 1:
             raise InputError(
                 f"reward.judge.init_from: {path.parent} is a checkpoint of a mixture of experts, and "
                 f"placement.judge.tp={self.layout.tp} splits each expert; make a Hugging Face directory of it (`hpcrl "

@@ -229,7 +229,7 @@ def check_experts(shape: ModelShape, config: Config) -> None:
         f"model.moe.z_loss_coeff={moe.z_loss_coeff}": moe.z_loss_coeff > 0,
     }
     for key, is_wanted in wanted.items():
-        if is_wanted and not shape.num_experts:
+        if is_wanted and shape.routed is None:
             raise InputError(f"{key} is for a mixture of experts, and the model has none; leave it out")
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hpcrl.config.placement import divisors
-from hpcrl.model.blocks.block import unsupported
+from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.block import Layer, unsupported
+from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.hf_files import peft_shards, plan_files
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Head, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape
@@ -25,17 +27,25 @@ def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:
             f"rollout.engine=tensorrt_llm draws from all {shape.vocab_size} ids of the model, and the tokenizer has "
             f"{shape.softmax_size}; use engine=native, or model.softmax_vocab=config, with which all ids are trained on"
         )
-    for what, size in (("num_attention_heads", shape.num_attention_heads), ("ffn_hidden_size", shape.ffn_hidden_size)):
-        if size % tp_size:
+    for layer in {*shape.layers}:
+        attention, mlp = _parts(layer)
+        for what, size in (("num_attention_heads", attention.num_heads), ("ffn_hidden_size", mlp.ffn_hidden_size)):
+            if size % tp_size:
+                raise InputError(
+                    f"placement.rollout.tp={tp_size} does not divide {what}={size}; use one of {divisors(size)}"
+                )
+        groups = attention.num_groups
+        if groups % tp_size and tp_size % groups:
             raise InputError(
-                f"placement.rollout.tp={tp_size} does not divide {what}={size}; use one of {divisors(size)}"
+                f"placement.rollout.tp={tp_size} and num_query_groups={groups}: one must divide the other; "
+                f"use one of {divisors(groups)}, or a multiple of {groups}"
             )
-    groups = shape.num_query_groups
-    if groups % tp_size and tp_size % groups:
-        raise InputError(
-            f"placement.rollout.tp={tp_size} and num_query_groups={groups}: one must divide the other; "
-            f"use one of {divisors(groups)}, or a multiple of {groups}"
-        )
+
+
+def _parts(layer: Layer) -> tuple[Attention, FeedForward]:
+    """The blocks of a layer that TensorRT-LLM supports."""
+    assert isinstance(layer.attention, Attention) and isinstance(layer.mlp, FeedForward)
+    return layer.attention, layer.mlp
 
 
 def tensorrt_llm_shards(shape: ModelShape, *, tp_rank: int, tp_size: int) -> list[Shard]:
@@ -54,25 +64,26 @@ def tensorrt_llm_shards(shape: ModelShape, *, tp_rank: int, tp_size: int) -> lis
 def _shards(shape: ModelShape, rank: int, size: int) -> Iterator[Shard]:
     hidden = shape.hidden_size
     yield _vocabulary(EMBEDDING, "model.embed_tokens.weight", shape, rank, size)
-    for layer in range(shape.num_layers):
-        source, target = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    for number, layer in enumerate(shape.layers):
+        source, target = f"decoder.layers.{number}.", f"model.layers.{number}."
+        attention, mlp = _parts(layer)
         yield _norm(f"{source}input_layernorm.weight", f"{target}input_layernorm.weight", hidden)
-        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        for kind in ("weight", "bias") if attention.qkv_bias else ("weight",):
             yield _qkv(
-                f"{source}self_attention.linear_qkv.{kind}", f"{target}self_attn.qkv_proj.{kind}", shape, rank, size
+                f"{source}self_attention.linear_qkv.{kind}", f"{target}self_attn.qkv_proj.{kind}", attention, rank, size
             )
-        for head in "qk" if shape.qk_norm else "":
+        for head in "qk" if attention.qk_norm else "":
             yield _norm(
                 f"{source}self_attention.{head}_layernorm.weight",
                 f"{target}self_attn.{head}_norm.weight",
-                shape.head_dim,
+                attention.head_dim,
             )
-        query = shape.num_attention_heads * shape.head_dim
+        query = attention.num_heads * attention.head_dim
         yield _columns(
             f"{source}self_attention.linear_proj.weight", f"{target}self_attn.o_proj.weight", hidden, query, rank, size
         )
         yield _norm(f"{source}pre_mlp_layernorm.weight", f"{target}post_attention_layernorm.weight", hidden)
-        ffn = shape.ffn_hidden_size
+        ffn = mlp.ffn_hidden_size
         halves = [(start + rank * (ffn // size), ffn // size) for start in (0, ffn)]  # gate, up
         yield _stacked(f"{source}mlp.linear_fc1.weight", f"{target}mlp.gate_up_proj.weight", (2 * ffn, hidden), halves)
         yield _columns(f"{source}mlp.linear_fc2.weight", f"{target}mlp.down_proj.weight", hidden, ffn, rank, size)
@@ -98,9 +109,9 @@ def _columns(name: str, local_name: str, rows: int, cols: int, rank: int, size: 
     return Shard(name, local_name, (rows, cols), (rows, width), (box,), False)
 
 
-def _qkv(name: str, local_name: str, shape: ModelShape, rank: int, size: int) -> Shard:
+def _qkv(name: str, local_name: str, attention: Attention, rank: int, size: int) -> Shard:
     """[q; k; v] of the rank's heads. Megatron orders rows by query group: its queries, its key, its value."""
-    heads, groups, width = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
+    heads, groups, width = attention.num_heads, attention.num_groups, attention.head_dim
     queries = heads // groups
     stride = (queries + 2) * width  # rows of one group
     here = range(rank * heads // size, (rank + 1) * heads // size)
@@ -111,7 +122,7 @@ def _qkv(name: str, local_name: str, shape: ModelShape, rank: int, size: int) ->
         spans.append((group * stride + (first - group * queries) * width, (end - first) * width))
     for place in (queries, queries + 1):
         spans += [(group * stride + place * width, width) for group in kv_heads]
-    cols = () if name.endswith(".bias") else (shape.hidden_size,)
+    cols = () if name.endswith(".bias") else (attention.hidden_size,)
     return _stacked(name, local_name, (groups * stride, *cols), spans)
 
 
@@ -163,7 +174,7 @@ class _SourceRectangle(NamedTuple):
 
 def megatron_shard_groups(shape: ModelShape, layout: Layout, head: Head, lora: Lora | None = None) -> list[ShardGroup]:
     """Return the groups of the dense grid (tp fastest, then pp), then those of the expert grid (etp, ep, pp)."""
-    dense, experts = layout.groups("cp", "dp"), layout.groups("edp") if shape.num_experts else []
+    dense, experts = layout.groups("cp", "dp"), layout.groups("edp") if shape.routed is not None else []
     return [
         *(_named_globally(r, shards(shape, layout, r[0], head=head, part="dense", lora=lora)) for r in dense),
         *(_named_globally(r, shards(shape, layout, r[0], part="experts", lora=lora)) for r in experts),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from hpcrl.model.blocks.block import Block, Feature, Weight
 from hpcrl.model.blocks.feed_forward import gated_weights
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.router import MixtureStep
     from hpcrl.runtime.groups import RoleGroups
+
+
+class RoutedExperts(NamedTuple):
+    """layers: the numbers of those with experts, of which each has `num_experts` and sends a token to `topk`."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    topk: int
+
+    @property
+    def width(self) -> int:
+        """Numbers that record a token's experts, in all layers."""
+        return len(self.layers) * self.topk
 
 
 @dataclass(frozen=True)

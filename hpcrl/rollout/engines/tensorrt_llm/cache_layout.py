@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.model.shape import ModelShape
 
 TOKENS_PER_BLOCK = 32  # of its paged KV cache
@@ -9,5 +10,8 @@ TOKENS_PER_BLOCK = 32  # of its paged KV cache
 
 def kv_bytes_per_token(shape: ModelShape, tp_size: int, itemsize: int) -> int:
     """Return the bytes of keys and values of a token on one rank in TensorRT-LLM, where a head cannot be split."""
-    heads = -(-shape.num_query_groups // tp_size)
-    return 2 * shape.num_layers * heads * shape.head_dim * itemsize
+    found = 0
+    for layer in shape.layers:
+        if isinstance(cached := layer.attention.cached(1), CachedHeads):
+            found += 2 * -(-cached.groups // tp_size) * cached.key_dim * itemsize
+    return found
