@@ -116,7 +116,7 @@ def _data_bytes() -> int:
 
 def _watch() -> None:
     """Raise TemplateLimit in threads whose rendering has taken too long: once, then again after as long, as jinja may
-    catch it. It takes time to leave a deep template, and what comes in the midst of that is caught by nobody."""
+    catch it. It takes time to leave a deep template, and nothing would catch what comes meanwhile."""
     global _is_watched
     seen: dict[int, tuple[int, float]] = {}  # thread -> its rendering, its CPU time when first seen or interrupted
     last, idle = -1, 0

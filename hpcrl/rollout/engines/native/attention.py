@@ -28,7 +28,7 @@ from hpcrl.rollout.engines.native.row_cache import RowCache
 
 
 class HostAttention(CachedAttention):
-    """Attention of `NewTokens`, whose rows the host knows."""
+    """Attention of `NewTokens`, whose rows are on the host."""
 
     new: NewTokens
 
