@@ -94,7 +94,7 @@ class Space:
         modes the engine has ranks of its own."""
         engine, actor, others = ("rollout",), ("actor",), self.others
         apart = [(engine, actor + others), (engine, actor, others)]
-        shapes = [(engine + actor + others,)]
+        shapes: list[tuple[tuple[str, ...], ...]] = [(engine + actor + others,)]
         if "pools" in self.varied:
             shapes += [*apart, (engine + others, actor), (engine + actor, others)]
         for mode in self.modes or (self.template.async_training.mode,):

@@ -205,14 +205,14 @@ class Search:
                 sizes = probe.sizes(away)
                 if max(np.add(sizes[:2], sizes[2:])) > space.limit:
                     continue
-                timed = timed or (times.without_saves() if role != "rollout" else [])
+                timed = timed or [it for it in times.without_saves() if it.role == role != "rollout"]
                 seconds = self._seconds(timed, times, away)
                 choice = Choice({**grid, **work, **moved}, tuple(grid.values()), probe)
                 yield (choice,), [*seconds, *sizes]
 
     def _seconds(self, timed: Sequence[Timed], times: JobTimes, away: Collection[Part] = ()) -> list[float]:
         """Seconds of a role by part of the step. away: what is copied from host memory for its phases."""
-        costs = [(it.name, it.kind, it.cost) for it in timed if it.role == times.job.role and it.kind in PARTS]
+        costs = [(it.name, it.kind, it.cost) for it in timed]
         costs += [(phase.name, phase.kind, times.copied(phase, away)) for phase in times.job.phases if away]
         seconds = dict.fromkeys(PARTS, 0.0)
         for name, kind, cost in costs:
