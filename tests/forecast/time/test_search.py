@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,9 +116,24 @@ def test_search_finds_what_brute_force_finds(
     assert found[0].prediction.seconds == pytest.approx(brute_force(space), rel=1e-9)
 
 
-# Seconds of the winner of a best-first search with a bound, over all placements of the roles and all divisors.
+def slow(*case: object) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+# Seconds of the winner that a best-first search with an optimality bound found over all partitions of the roles.
 RECORDED = [
-    ("grpo_8b", "dgx_h100", 2, None, "sync", 58.3872236),
+    ("grpo_8b", "dgx_h100", 2, None, "sync", 58.3872),
+    slow("grpo_8b", "dgx_h100", 8, "600,0.5", "sync", 11.5454),
+    slow("grpo_8b", "b200_ib", 64, None, "sync", 2.8270),
+    slow("grpo_8b", "h100_slingshot", 64, None, "sync", 6.5335),
+    slow("grpo_8b", "dgx_h100", 4, "600,0.5", "bounded_staleness", 19.7157),
+    slow("ppo_70b", "dgx_h100", 8, "1500,0.6", "sync", 86.3083),
+    slow("ppo_70b", "dgx_h100", 16, "1500,0.6", "sync", 62.0232),
+    slow("ppo_70b", "dgx_h100", 64, "1500,0.6", "sync", 43.7746),
+    slow("ppo_70b", "dgx_h100", 16, "1500,0.6", "one_step_off", 44.2452),
+    slow("ppo_70b", "dgx_h100", 16, "1500,0.6", "bounded_staleness", 29.3837),
+    slow("ppo_70b", "mi300x", 8, None, "sync", 133.1813),
+    slow("ppo_70b", "dgx_a100", 32, None, "sync", 121.2219),
 ]
 
 
