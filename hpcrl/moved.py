@@ -86,6 +86,7 @@ MODULES = {
     "predict.modes": "forecast.time.step",
     "predict.operators": "forecast.time.layers",
     "predict.recorded": "forecast.time.calibrate",
+    "predict.space": "forecast.time.candidates",
     "predict.timeline": "forecast.time.step",
     "predict.timeline_files": "forecast.time.table",
     "predict.transfer": "forecast.time.collectives",

@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     lines = read(options.file)
     if shares := memory(lines):
         most = max(shares, key=lambda name: shares[name])
-        print(f"memory: {len(shares)} ranks, peak of live bytes / planned {median(shares.values()):.2f} in the middle,")
+        print(f"memory: {len(shares)} ranks, peak of live bytes / planned median {median(shares.values()):.2f},")
         print(f"  {min(shares.values()):.2f} to {shares[most]:.2f} ({most})")
     measured = measurements(lines)
     held_out, fitted = compared(measured, read_machine(options.machine))
@@ -118,8 +118,8 @@ def memory(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def drift(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """By start of the ranks, how many times as long as other repeats of their cases its jobs took, in the middle: a
-    machine that others use changes over minutes. Median polish (Tukey 1977) of logarithms of steps."""
+    """By start of the ranks, the median ratio of its jobs' steps to other repeats of the same cases: a machine that
+    others use changes over minutes. Median polish (Tukey 1977) of logarithms of steps."""
     logs = [(line["case"], line["start"], math.log(median(line["phases"]["step"]))) for line in lines]
     of_start = dict.fromkeys((start for _, start, _ in logs), 0.0)
     for _ in range(POLISHES):

@@ -266,7 +266,7 @@ class MoeConfig(Section):
         ge=1.0,
         description="tokens of the busiest expert over the mean, beyond what chance gives it, for predicted times: "
         "actor/moe_load_imbalance/mean of a run; null is 1. `perf/predicted_s` has each step's own, and `--calibrate` "
-        "that of a step in the middle",
+        "that of the median step",
     )
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO, Config, seconds_of
 from hpcrl.forecast.memory.memory import TrainingPlan
+from hpcrl.forecast.time.candidates import AXES
 from hpcrl.forecast.time.search import Result, Search
 from hpcrl.forecast.time.search_command import Asked, has_rollout
 from hpcrl.forecast.time.slices import Slice, clock, counted, divide, shortest, slice_of
-from hpcrl.forecast.time.space import Knobs
 from hpcrl.forecast.time.step import Prediction, predict
 from hpcrl.forecast.time.table import lengths_of
 from hpcrl.machine.machine_file import read_machine
@@ -20,9 +20,7 @@ from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 
 SLOWER = 1.3  # times the step of the fastest layout that the search finds; submit warns above it
-SEARCH_SECONDS = 5.0  # of CPU time
-# Finds a faster layout of most jobs in that time; all that `hpcrl plan --search` changes takes half a minute.
-QUICK = Knobs(micro_batches=False, kv_cache=False, recompute=False, pools=False)
+QUICK = (*AXES, "offload")  # what the search varies: a part of what `hpcrl plan --search` does, in a few seconds
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,8 @@ class Forecast:
     def faster(self) -> Result | None:
         """A layout whose step is more than `SLOWER` times shorter, the fastest of a short search."""
         asked, limit = self.asked, self.prediction.seconds / SLOWER
-        space = asked.space(asked.config.job.nodes, QUICK)
-        search = Search(space, asked.machine, asked.lengths, kept=1, faster_than=limit, seconds=SEARCH_SECONDS)
-        return next(iter(search.run().results), None)
+        search = Search(asked.space(asked.config.job.nodes, varied=QUICK), asked.machine, asked.lengths)
+        return next((its for its in search.run() if its.prediction.seconds < limit), None)
 
     def search(self) -> str:
         """The command of the whole search."""

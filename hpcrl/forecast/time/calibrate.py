@@ -108,7 +108,7 @@ SHARE = 0.1  # by which a share of a phase's time differs from that of other run
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps of a run that have the same lengths: seconds by the names of `timing_s/<phase>`, in the middle of them."""
+    """Steps of a run that have the same lengths: median seconds by the names of `timing_s/<phase>`."""
 
     run: str
     job: TrainingPlan

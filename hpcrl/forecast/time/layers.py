@@ -23,11 +23,13 @@ from hpcrl.runtime.layout import Layout
 
 
 class Operators(NamedTuple):
-    """launches: how much longer one of them takes than the operator of a plain layer that `device.launch` is. layer: of
-    a dense layer, and mixture of one with experts, besides `expert` for each expert of the rank. tensor_parallel,
-    context_parallel, adapter: more of them in a layer, `adapter` for each pair of LoRA's. batch: of a micro-batch
-    before its first layer, and with context parallelism `split` more. lm, scalar: of a head and what is computed from
-    its outputs. sequence: what a sequence of a micro-batch takes, in the time of so many."""
+    """Numbers of operators of a kind of pass. launches: time of one, as a multiple of `device.launch`.
+
+    layer: of a dense layer; mixture: of one with experts, plus `expert` for each expert of the rank. tensor_parallel,
+    context_parallel: additional ones of a layer; adapter: additional ones for each pair of LoRA's matrices. batch: of a
+    micro-batch before its first layer; split: additional ones with context parallelism. lm, scalar: of a head.
+    sequence: additional ones for each sequence of a micro-batch.
+    """
 
     launches: float
     layer: float

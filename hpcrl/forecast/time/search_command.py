@@ -5,58 +5,42 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from hpcrl.config import yaml_core
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.roles import RoleSpec
+from hpcrl.config.roles import KEYS, RoleSpec, offloaded
 from hpcrl.config.schema import AUTO, Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.forecast.memory.memory import Row, TrainingPlan, binary, with_keys
+from hpcrl.forecast.memory.memory import TrainingPlan, binary, with_keys
+from hpcrl.forecast.time.candidates import AXES, VARIED, Space
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.search import KEPT, Found, Result, Search, fullest, leanest
+from hpcrl.forecast.time.search import Result, Search, leanest
 from hpcrl.forecast.time.slices import Slice, counted, divide, order, slice_of
-from hpcrl.forecast.time.space import AXES, Knobs, Mode, Space
 from hpcrl.forecast.time.table import lengths_of, limits
 from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.sandbox.new_files import draft_of, read_json_or
 
-OBJECTIVES = ("step", "walltime", "node-hours")
-MODES: tuple[Mode, ...] = get_args(Mode)
+MODES = ("sync", "one_step_off", "bounded_staleness")
 MOST_NODES = 1024  # up to which a size that fits is looked for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nodes",
-        metavar="N[..M]",
-        help="with --search: nodes, or a range that is doubled through; by default job.nodes",
-    )
-    parser.add_argument(
-        "--objective",
-        choices=OBJECTIVES,
-        default="step",
-        help="with --search, over a range of nodes: the shortest step; all steps within one job.time on the fewest "
-        "nodes, else the most steps in it; or the fewest node-hours",
-    )
-    parser.add_argument(
-        "--modes",
-        metavar="MODE,...",
-        help="with --search: values of async_training.mode to compare, which differ in the age of samples; by default "
-        "the template's",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="with --search: write the fastest as a YAML file; with --calibrate: write the machine",
-    )
+    nodes = "with --search: nodes, or a range whose start is doubled up to its end; by default job.nodes"
+    objective = "with --search and a range: the shortest step, all steps within one job.time, or fewest node-hours"
+    modes = "with --search: values of async_training.mode to compare; by default the template's"
+    out = "with --search: write the fastest layout as a YAML file; with --calibrate: write the machine"
+    parser.add_argument("--nodes", metavar="N[..M]", help=nodes)
+    parser.add_argument("--objective", choices=("step", "walltime", "node-hours"), default="step", help=objective)
+    parser.add_argument("--modes", metavar="MODE,...", help=modes)
+    parser.add_argument("--out", metavar="FILE", help=out)
 
 
 def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: argparse.Namespace) -> list[str]:
@@ -67,31 +51,22 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
         raise InputError(
             "--search is for jobs of `hpcrl train` and jobs of your own like it; other jobs have no rollout"
         )
-    machine = read_machine(parsed.machine)
-    config = job.read_config(path, overrides)
+    machine, config = read_machine(parsed.machine), job.read_config(path, overrides)
     if parsed.objective == "walltime" and config.job.time == AUTO:
         raise ConfigError("found --objective walltime with job.time=auto; set job.time, within which steps are to end")
     lengths = lengths_of(TrainingPlan(config), parsed.response_lengths)
     asked = Asked(path, config, tuple(job.own_specs()), machine, lengths, parsed.objective)
-    knobs, sizes, found = Knobs(modes=_modes(parsed.modes)), nodes_of(parsed.nodes, config.job.nodes), {}
-    best, fastest = 0, None  # of the sizes, and its search
-    for nodes in sizes:
-        search = Search(asked.space(nodes, knobs), machine, asked.lengths, kept=KEPT if len(sizes) == 1 else 1)
-        results = search.run()
-        if results.results:
-            found[nodes] = results
-            if not best or asked.score(results.results[0]) < asked.score(found[best].results[0]):
-                best, fastest = nodes, search
-    if fastest is None:
+    modes, sizes = _modes(parsed.modes), nodes_of(parsed.nodes, config.job.nodes)
+    searches = {nodes: Search(asked.space(nodes, modes), machine, lengths) for nodes in sizes}
+    found = {nodes: results for nodes, search in searches.items() if (results := search.run())}
+    if not found:
         raise InputError(asked.fits_nowhere(sizes[-1]))
-    if len(sizes) > 1:
-        fastest.kept = KEPT
-        found[best] = fastest.run()
-    lines = [*asked.lines(found[best])]
+    best = min(found, key=lambda nodes: asked.score(found[nodes][0]))
+    lines = list(asked.lines(found[best], searches[best].counts))
     if len(found) > 1:
-        lines += ["", *scaling(found, asked.cost)]
+        lines += ["", *scaling({nodes: results[0] for nodes, results in found.items()}, asked.cost)]
     if parsed.out is not None:
-        write(Path(parsed.out), path, job.read_config(path), found[best].results[0].job.config)
+        write(Path(parsed.out), path, job.read_config(path), found[best][0].job.config)
         lines.append(f"  {'written':<22}{parsed.out}: the first, for `hpcrl plan` and `hpcrl train`")
     return lines
 
@@ -112,11 +87,10 @@ class Asked:
     lengths: Lengths
     objective: str = "step"
 
-    def space(self, nodes: int, knobs: Knobs | None = None) -> Space:
-        config, memory = self.config, self.machine.device.memory_gib
-        if memory is not None and config.job.gpus_per_node > 0 and memory < config.job.gpu_memory_gib:
-            config = with_keys(config, {"job.gpu_memory_gib": memory})
-        return Space(config, nodes, knobs, self.own_roles)
+    def space(self, nodes: int, modes: Sequence[str] = (), varied: Collection[str] = VARIED) -> Space:
+        memory = min(filter(None, (self.config.job.gpu_memory_gib, self.machine.device.memory_gib)))
+        config = with_keys(self.config, {"job.gpu_memory_gib": memory})
+        return Space(config, nodes, self.own_roles, modes, varied)
 
     @cached_property
     def measured(self) -> Mapping[str, float]:
@@ -140,151 +114,107 @@ class Asked:
         """Of the run: slices and hours where the wall time is the objective, and node-hours."""
         steps, its, seconds = self.steps, result.job.config.job, result.prediction.seconds
         if self.objective != "walltime":
-            return cost(its.nodes, seconds, steps)
+            hours = its.nodes * seconds / 3600
+            return f"{hours * steps:,.4g} node-hours for {steps} steps" if steps else f"{hours:.4g} node-hours per step"
         each = self._slice(result).num_steps(seconds)
-        division = None if steps is None else divide(steps, seconds, self._slice(result))
-        if division is None:
+        if steps is None or (division := divide(steps, seconds, self._slice(result))) is None:
             return f"{each} steps end within {its.time}"
-        hours = division.seconds / 3600
-        took = f"{steps} steps take {counted(division.slices)} of {its.time}, {hours:.4g} h"
-        took = f"{took}, {its.nodes * hours:,.4g} node-hours"
+        hours, slices = division.seconds / 3600, counted(division.slices)
+        took = f"{steps} steps take {slices} of {its.time}, {hours:.4g} h, {its.nodes * hours:,.4g} node-hours"
         return took if division.slices == 1 else f"{took}; {each} end within one"
 
     def _slice(self, result: Result) -> Slice:
-        job = result.job
-        return slice_of(job, self.machine, self.lengths, job.config.job.time_seconds, self.measured)
+        return slice_of(result.job, self.machine, self.lengths, result.job.config.job.time_seconds, self.measured)
 
     def fits_nowhere(self, nodes: int) -> str:
         """The line for a job without a layout that fits: what is missing, and on how many nodes there is one."""
-        row, spare = self._leanest(nodes)
-        line = (
-            f"{self.path} fits on {nodes} {_nodes(nodes)} in no layout: with everything offloaded, recomputed and "
-            f"divided, {row.phase} takes {binary(row.total)} of a GPU, {binary(-spare)} more than there are"
-        )
-        more = nodes
-        while more < MOST_NODES:
-            more = min(2 * more, MOST_NODES)
-            row, spare = self._leanest(more)
-            if spare >= 0:
-                return f"{line}; use --nodes {more}, where it takes {binary(row.total)}"
+        (phase, most), limit = leanest(self.space(nodes)), int(self.space(nodes).limit)
+        count, missing = "1 node" if nodes == 1 else f"{nodes} nodes", binary(most - limit)
+        line = f"{self.path} fits on {count} in no layout: with everything offloaded, recomputed and divided, "
+        line += f"{phase} takes {binary(most)} of a GPU, {missing} more than there are"
+        while nodes < MOST_NODES:
+            nodes = min(2 * nodes, MOST_NODES)
+            if (most := leanest(self.space(nodes))[1]) <= limit:
+                return f"{line}; use --nodes {nodes}, where it takes {binary(most)}"
         return f"{line}; it does not fit on {MOST_NODES} nodes either: use GPUs with more memory, or shorter sequences"
 
-    def _leanest(self, nodes: int) -> tuple[Row, int]:
-        """The fullest row of the candidate that takes least, and the bytes that are left of what it may take."""
-        space = self.space(nodes)
-        assert space.capacity is not None, "without GPUs everything fits"
-        row = fullest(leanest(space)[1], space.capacity)
-        return row, space.capacity - row.total
-
-    def lines(self, found: Found) -> Iterator[str]:
-        best, counts = found.results[0], found.counts
-        size, machine, its = best.job.derived.world_size, self.machine, best.job.config.job
-        yield f"fastest layouts of {self.path} on {its.nodes} x {its.ntasks_per_node} ranks of {machine.name}"
-        if (caveat := machine.caveat()) is not None:
+    def lines(self, results: Sequence[Result], counts: Mapping[str, int]) -> Iterator[str]:
+        best, its = results[0], results[0].job.config.job
+        yield f"fastest layouts of {self.path} on {its.nodes} x {its.ntasks_per_node} ranks of {self.machine.name}"
+        if (caveat := self.machine.caveat()) is not None:
             yield f"  {caveat}"
-        for place, result in enumerate(found.results, 1):
-            yield from ("", *self._result(place, result, size))
+        for place, result in enumerate(results, 1):
+            yield from ("", *self._result(place, result))
         yield ""
-        if len(found.results) > 1:
-            yield f"  {'why not the second':<22}{difference(best, found.results[1])}"
-        yield f"  {'placements':<22}{counts.frames:,}, of which the bound excluded {counts.frames - counts.opened:,}"
-        yield (
-            f"  {'choices of a role':<22}{counts.too_large:,} were too large, {counts.too_slow:,} too slow, "
-            f"{counts.dominated:,} slower and no smaller than others"
-        )
-        yield (
-            f"  {'candidates':<22}{counts.all:,} of the rest: {counts.by_memory:,} excluded by memory, "
-            f"{counts.by_bound:,} by the bound, {counts.rejected:,} by the job's checks; {counts.evaluated:,} computed"
-        )
-        if found.bound < best.prediction.seconds:
-            gain = 1 - found.bound / best.prediction.seconds
-            yield f"  {'not computed':<22}candidates that may be faster, by {gain:.1%} at most"
+        if len(results) > 1:
+            yield f"  {'why not the second':<22}{difference(best, results[1])}"
+        yield f"  {'combinations':<22}{counts['all']:,}, {counts['full']:,} too large; {counts['computed']} computed"
 
-    def _result(self, place: int, result: Result, size: int) -> Iterator[str]:
-        step, job = result.prediction, result.job
+    def _result(self, place: int, result: Result) -> Iterator[str]:
+        step, job, row = result.prediction, result.job, result.row
         what, (low, high) = "GPU" if job.on_gpu else "rank", step.band(self.machine)
-        yield (
-            f"{place}. {step.seconds:.4g} s per step, {low:.4g} to {high:.4g}; "
-            f"{step.tokens_per_second / size:.4g} tokens/s per {what}; {self.cost(result)}"
-        )
+        rate = f"{step.tokens_per_second / job.derived.world_size:.4g} tokens/s per {what}"
+        yield f"{place}. {step.seconds:.4g} s per step, {low:.4g} to {high:.4g}; {rate}; {self.cost(result)}"
         for role in job.derived.roles:
-            yield f"     {role:<10}{self._role(role, job)}"
+            yield f"     {role:<10}{_placed(role, job)}"
         for key in ("model.recompute.granularity", "async_training.mode", "rollout.gpu_memory_utilization"):
-            yield f"     {key}={_yaml(attrgetter(key)(job.config))}"
-        shares = ", ".join(
-            f"{name} {seconds / step.seconds:.0%}"
-            for name, seconds in sorted(step.phases.items(), key=lambda phase: -phase[1])
-            if seconds >= 0.01 * step.seconds
-        )
-        slowest = max(step.phases, key=lambda name: step.phases[name])
-        yield f"     phases    {shares}; {slowest} is limited by {limits(step.parts[slowest])}"
-        if result.left is not None:
-            yield f"     memory    {binary(result.left)} are left in {result.row.phase}"
+            yield f"     {key}={attrgetter(key)(job.config) or 'null'}"
+        phases = sorted(step.phases.items(), key=lambda phase: -phase[1])
+        shares = [f"{name} {seconds / step.seconds:.0%}" for name, seconds in phases if seconds >= 0.01 * step.seconds]
+        slowest = phases[0][0]
+        yield f"     phases    {', '.join(shares)}; {slowest} is limited by {limits(step.parts[slowest])}"
+        if job.capacity is not None:
+            yield f"     memory    {binary(job.capacity - row.total)} are left in {row.phase}"
 
-    def _role(self, role: str, job: TrainingPlan) -> str:
-        placed = job.derived.roles[role]
-        axes = " ".join(f"{axis} {getattr(placed, axis)}" for axis in AXES if axis == "tp" or getattr(placed, axis) > 1)
-        text = f"{axes} dp {placed.dp} on ranks {placed.ranks[0]}-{placed.ranks[-1]}"
-        spec = job.specs.get(role)
-        if spec is not None and spec.max_tokens:
-            text += f", micro-batches of {spec.token_budget(job.config)} tokens"
-            away = [
-                part
-                for part in ("param", "grad", "optimizer")
-                if getattr(spec.config_of(job.config), f"{part}_offload", 0)
-            ]
-            text += f", offloads {' '.join(away)}" if away else ""
+
+def _placed(role: str, job: TrainingPlan) -> str:
+    placed, spec = job.derived.roles[role], job.specs.get(role)
+    axes = " ".join(f"{axis} {getattr(placed, axis)}" for axis in AXES if axis == "tp" or getattr(placed, axis) > 1)
+    text = f"{axes} dp {placed.dp} on ranks {placed.ranks[0]}-{placed.ranks[-1]}"
+    if spec is None or not spec.max_tokens:
         return text
-
-
-def cost(nodes: int, seconds: float, steps: int | None) -> str:
-    hours = nodes * seconds / 3600
-    return f"{hours:.4g} node-hours per step" if steps is None else f"{hours * steps:,.4g} node-hours for {steps} steps"
+    away = [KEYS[part].removesuffix("_offload") for part in offloaded(job.config, spec)]
+    text += f", micro-batches of {spec.token_budget(job.config)} tokens"
+    return f"{text}, offloads {' '.join(away)}" if away else text
 
 
 def difference(best: Result, other: Result) -> str:
     """The phase that the other one loses most in."""
     mine, its = best.prediction.phases, other.prediction.phases
     name = max(its, key=lambda name: its[name] - mine.get(name, 0.0))
-    return (
-        f"{name} takes {its[name]:.4g} s and not {mine.get(name, 0.0):.4g}, of a difference of "
-        f"{other.prediction.seconds - best.prediction.seconds:.4g} s per step"
+    lost, more = (
+        f"{its[name]:.4g} s and not {mine.get(name, 0.0):.4g}",
+        other.prediction.seconds - best.prediction.seconds,
     )
+    return f"{name} takes {lost}, of a difference of {more:.4g} s per step"
 
 
-def scaling(found: Mapping[int, Found], cost: Callable[[Result], str]) -> Iterator[str]:
-    first = next(iter(found))
-    ideal = first * found[first].results[0].prediction.seconds
+def scaling(found: Mapping[int, Result], cost: Callable[[Result], str]) -> Iterator[str]:
+    first, *_ = found
+    ideal = first * found[first].prediction.seconds
     yield f"  {'nodes':>6}{'s per step':>12}{'tokens/s':>12}{'efficiency':>12}  cost"
-    for nodes, its in found.items():
-        step = its.results[0].prediction
+    for nodes, result in found.items():
+        step = result.prediction
         share = ideal / nodes / step.seconds
-        yield f"  {nodes:>6}{step.seconds:>12.4g}{step.tokens_per_second:>12.4g}{share:>12.0%}  {cost(its.results[0])}"
+        yield f"  {nodes:>6}{step.seconds:>12.4g}{step.tokens_per_second:>12.4g}{share:>12.0%}  {cost(result)}"
 
 
 def nodes_of(text: str | None, default: int) -> list[int]:
     """4..64 is 4, 8, 16, 32, 64; the end is always among them."""
-    if text is None:
-        return [default]
+    text = str(default) if text is None else text
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text, re.ASCII)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not match or not 1 <= first <= last:
-        why = "is empty" if match and first > last else "is no range"
+    if not 1 <= first <= last:
+        why = "is empty" if first > last else "is no range"
         raise ConfigError(f"--nodes {text} {why}; expected a number of nodes, or a range such as 4..64")
-    found = []
-    while first < last:
-        found.append(first)
-        first *= 2
-    return [*found, last]
+    return [*(first << power for power in range(last.bit_length()) if first << power < last), last]
 
 
-def _modes(text: str | None) -> tuple[Mode, ...]:
-    if text is None:
-        return ()
-    named = text.split(",")
+def _modes(text: str | None) -> list[str]:
+    named = text.split(",") if text is not None else []
     if unknown := [name for name in named if name not in MODES]:
         raise ConfigError(f"--modes {text} has {unknown[0]!r}; expected some of {','.join(MODES)}")
-    return tuple(mode for mode in MODES if mode in named)
+    return [mode for mode in MODES if mode in named]
 
 
 def write(out: Path, template: str, base: Config, config: Config) -> None:
@@ -301,17 +231,8 @@ def write(out: Path, template: str, base: Config, config: Config) -> None:
 def differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in other.items():
-        if key not in base or not (isinstance(value, dict) and isinstance(base[key], dict)):
-            if key not in base or base[key] != value:
-                found[key] = value
-        elif inner := differences(base[key], value):
-            found[key] = inner
+        if key in base and isinstance(value, dict) and isinstance(base[key], dict):
+            value = differences(base[key], value) or base[key]
+        if key not in base or base[key] != value:
+            found[key] = value
     return found
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value)
-
-
-def _nodes(count: int) -> str:
-    return "node" if count == 1 else "nodes"

@@ -13,7 +13,7 @@ from hpcrl.forecast.memory.memory import TrainingPlan
 from hpcrl.forecast.time.cost import Cost, fitted
 from hpcrl.forecast.time.decode import generation_cost, schedule
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.phases import JobTimes, Timed, least_phases
+from hpcrl.forecast.time.phases import JobTimes, Timed
 from hpcrl.forecast.time.training import forward_cost, packing, update_cost
 from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine
 
@@ -299,12 +299,6 @@ def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction
     tokens = job.derived.samples_per_step * lengths.mean
     roles = {it.name: it.role for it in timed}
     return Prediction(seconds, phases, parts, tokens / seconds, tuple(step.spans), roles)
-
-
-def lower_bound(job: TrainingPlan, machine: Machine, lengths: Lengths) -> float:
-    """Seconds that are no more than `predict(...).seconds`: without communication, launches, bubbles and copies."""
-    mode, each = job.config.async_training, job.config.job.ntasks_per_node
-    return step_of(least_phases(JobTimes(job, machine, lengths)), mode, None, each).seconds
 
 
 def forget_lengths() -> None:

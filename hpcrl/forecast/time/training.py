@@ -127,7 +127,7 @@ class Optimizer(NamedTuple):
 
 def least_states(model: RoleModel) -> list[State]:
     """Bytes of each stage, with an even share of the optimizer. Cheaper than
-    `hpcrl.forecast.time.candidates.states_of`."""
+    `hpcrl.forecast.memory.state.RoleModel.state`."""
     shape, layout, optim, found = model.shape, model.layout, model.optim, []
     sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
     for stage in stages_of(shape.num_layers, shape.moe_layers, layout.pp, layout.vpp):

@@ -1,11 +1,15 @@
-"""The search finds what computing every candidate finds; what it returns fits, and can be written and read."""
+"""The search finds what computing every candidate finds, and what an exact search found before; what it returns fits,
+and can be written and read."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,14 +18,15 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.memory.fixes import tightest
 from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
-from hpcrl.forecast.time.candidates import Candidate
+from hpcrl.forecast.time.candidates import GRANULARITY, Space
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.search import Result, Search
 from hpcrl.forecast.time.search_command import Asked, describe, differences, nodes_of, write
-from hpcrl.forecast.time.space import Knobs, Space
 from hpcrl.forecast.time.step import predict
+from hpcrl.forecast.time.table import lengths_of
 from hpcrl.jobs.sft import Sft
 from hpcrl.jobs.train import Train
+from hpcrl.machine.machine_file import read_machine
 from hpcrl.runtime.exits import InputError, is_user_error
 from tests.forecast.time.machines import gpu
 
@@ -62,67 +67,94 @@ def small(ranks: int, **changes: object) -> Config:
     return with_keys(config, {**SMALL, "job.ntasks_per_node": ranks, **changes})
 
 
-def brute_force(space: Space) -> dict[tuple[object, ...], float]:
-    """Seconds of the fastest candidate of each placement and layout of actor and engine."""
-    found: dict[tuple[object, ...], float] = {}
-    search = Search(space, MACHINE, LENGTHS)
-    for keys in space.jobs():
-        job = Candidate(with_keys(space.template, keys), (), search._memo)
+def every_candidate(space: Space) -> Iterator[TrainingPlan]:
+    for placement, granularity in itertools.product(space.placements(), space.granularities):
+        choices = [
+            [
+                {**grid, **work, **moved}
+                for grid in space.grids(role, len(space.place(placement, (role,))))
+                for work in space.work(role)
+                for moved in space.offloads(role)
+            ]
+            for role in space.specs
+        ]
+        for chosen in itertools.product(*choices):
+            keys = space.joined(placement, [{GRANULARITY: granularity}, *chosen])
+            yield TrainingPlan(with_keys(space.template, keys))
+
+
+def brute_force(space: Space) -> float:
+    """Seconds of the fastest candidate that fits."""
+    best = float("inf")
+    for job in every_candidate(space):
         try:
-            row = tightest(job.rows())
+            fits = tightest(job.rows()).total <= space.limit
+            best = min(best, predict(job, MACHINE, LENGTHS).seconds if fits else best)
         except Exception as error:
             if not is_user_error(error):
                 raise
-            continue
-        if space.capacity is None or row.total <= space.capacity:
-            layout = tuple((key, str(value)) for key, value in keys.items() if key.startswith(LAYOUT))
-            seconds = predict(job, MACHINE, LENGTHS).seconds
-            found[layout] = min(seconds, found.get(layout, seconds))
-    return found
+    return best
 
 
-LAYOUT = ("placement.pools", "placement.actor", "placement.rollout", "async_training")
 MANY_SEQUENCES = {"data.train_batch_size": 256, "rollout.max_num_seqs": 512}  # which the KV cache limits
-FIXED = {"micro_batches": False, "offload": False, "kv_cache": False, "recompute": False}
 CASES = [
-    (4, {}, Knobs(("tp", "pp"), **{**FIXED, "offload": True}, pools=False)),
-    (4, {}, Knobs(("tp",), **{**FIXED, "recompute": True}, pools=False)),
-    (4, {}, Knobs(("tp",), **FIXED, modes=("one_step_off", "sync"))),
-    (4, EXPERTS, Knobs(("ep", "etp"), **FIXED)),
-    (8, {}, Knobs(("tp",), **FIXED)),
-    (2, MANY_SEQUENCES, Knobs(("tp",), **{**FIXED, "kv_cache": True}, pools=False)),
-    (4, {"job.gpus_per_node": 0}, Knobs(("tp", "pp"), **FIXED)),  # memory has no limit
+    (4, {}, ("tp", "pp", "offload"), ()),
+    (4, {}, ("tp", "recompute"), ()),
+    (4, {}, ("tp", "pools"), ("one_step_off", "sync")),
+    (4, EXPERTS, ("ep", "etp", "pools"), ()),
+    (2, MANY_SEQUENCES, ("tp", "kv_cache"), ()),
+    (4, {"job.gpus_per_node": 0}, ("tp", "pp", "pools"), ()),  # memory has no limit
 ]
 
 
-@pytest.mark.parametrize(("ranks", "changes", "knobs"), CASES)
-def test_search_finds_what_brute_force_finds(ranks: int, changes: dict[str, object], knobs: Knobs) -> None:
-    space = Space(small(ranks, **changes), 1, knobs)
-    expected = sorted(brute_force(space).values())[:5]
-    found = Search(space, MACHINE, LENGTHS, most=float("inf")).run()
-    assert expected
-    assert [it.prediction.seconds for it in found.results] == pytest.approx(expected, rel=1e-9)
-    assert found.counts.evaluated + found.counts.by_memory <= found.counts.all
+@pytest.mark.parametrize(("ranks", "changes", "varied", "modes"), CASES)
+def test_search_finds_what_brute_force_finds(
+    ranks: int, changes: dict[str, object], varied: tuple[str, ...], modes: tuple[str, ...]
+) -> None:
+    space = Space(small(ranks, **changes), 1, modes=modes, varied=varied)
+    found = Search(space, MACHINE, LENGTHS).run()
+    assert found[0].prediction.seconds == pytest.approx(brute_force(space), rel=1e-9)
 
 
-def test_a_large_space_is_searched_to_its_end() -> None:
-    """A candidate's bound is its step, so that few more are computed than are found."""
-    found = Search(Space(load_config(ROOT / "configs" / "grpo_8b.yaml"), 4), MACHINE, LENGTHS).run()
-    assert len(found.results) == 5 and found.counts.all > 10_000
-    assert found.counts.evaluated <= 10
-    assert found.bound >= found.results[-1].prediction.seconds * (1 - 1e-9)
+def slow(*case: object) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+# Seconds of the winner that a best-first search with an optimality bound found over all partitions of the roles.
+RECORDED = [
+    ("grpo_8b", "dgx_h100", 2, None, "sync", 58.3872),
+    slow("grpo_8b", "dgx_h100", 8, "600,0.5", "sync", 11.5454),
+    slow("grpo_8b", "b200_ib", 64, None, "sync", 2.8270),
+    slow("grpo_8b", "h100_slingshot", 64, None, "sync", 6.5335),
+    slow("grpo_8b", "dgx_h100", 4, "600,0.5", "bounded_staleness", 19.7157),
+    slow("ppo_70b", "dgx_h100", 8, "1500,0.6", "sync", 86.3083),
+    slow("ppo_70b", "dgx_h100", 16, "1500,0.6", "sync", 62.0232),
+    slow("ppo_70b", "dgx_h100", 64, "1500,0.6", "sync", 43.7746),
+    slow("ppo_70b", "dgx_h100", 16, "1500,0.6", "one_step_off", 44.2452),
+    slow("ppo_70b", "dgx_h100", 16, "1500,0.6", "bounded_staleness", 29.3837),
+    slow("ppo_70b", "mi300x", 8, None, "sync", 133.1813),
+    slow("ppo_70b", "dgx_a100", 32, None, "sync", 121.2219),
+]
+
+
+@pytest.mark.parametrize(("name", "machine", "nodes", "lengths", "mode", "seconds"), RECORDED)
+def test_the_winner_is_as_fast_as_an_exact_search_found(
+    name: str, machine: str, nodes: int, lengths: str | None, mode: str, seconds: float
+) -> None:
+    config, on = load_config(ROOT / "configs" / f"{name}.yaml"), read_machine(machine)
+    its = Asked(name, config, (), on, lengths_of(TrainingPlan(config), lengths))
+    found = Search(its.space(nodes, (mode,)), on, its.lengths).run()
+    assert found[0].prediction.seconds <= 1.02 * seconds
 
 
 def test_results_fit_and_are_valid() -> None:
     config = small(8)
-    found, again = (Search(Space(config, 2), MACHINE, LENGTHS, most=10).run() for _ in range(2))
-    assert found.results and [it.keys for it in found.results] == [it.keys for it in again.results]
-    for result in found.results:
-        job = TrainingPlan(with_keys(config, result.keys))
-        row = tightest(job.rows())
-        assert row.total <= job.capacity
-        assert result.row.total == pytest.approx(row.total, rel=0.02)
-        assert predict(job, MACHINE, LENGTHS).seconds == pytest.approx(result.prediction.seconds, rel=1e-9)
+    found, again = (Search(Space(config, 2), MACHINE, LENGTHS).run() for _ in range(2))
+    assert len(found) == 5 and [it.job.config for it in found] == [it.job.config for it in again]
+    for result in found:
+        job = TrainingPlan(result.job.config.model_validate(result.job.config.model_dump()))
+        assert tightest(job.rows()).total == result.row.total <= job.capacity
+        assert predict(job, MACHINE, LENGTHS).seconds == result.prediction.seconds
 
 
 def test_the_file_that_is_written_is_read_back(tmp_path: Path) -> None:
@@ -148,11 +180,8 @@ def asked(config: Config) -> Asked:
 
 def test_the_objective_chooses_the_number_of_nodes() -> None:
     """Twice the nodes take less time per step, and more node-hours."""
-    knobs, config = (
-        Knobs(("tp",), **FIXED, pools=False),
-        small(4, **{"job.time": "01:00:00", "job.signal_seconds": 300}),
-    )
-    few, many = (Search(Space(config, nodes, knobs), MACHINE, LENGTHS).run().results[0] for nodes in (1, 2))
+    config = small(4, **{"job.time": "01:00:00", "job.signal_seconds": 300})
+    few, many = (Search(Space(config, nodes, varied=("tp",)), MACHINE, LENGTHS).run()[0] for nodes in (1, 2))
 
     def best(objective: str, steps: int) -> Result:
         its = asked(with_keys(config, {"trainer.total_training_steps": steps}))
@@ -165,24 +194,13 @@ def test_the_objective_chooses_the_number_of_nodes() -> None:
     assert best("walltime", int(0.97 * within)) is few and best("walltime", int(1.03 * within)) is many
 
 
-def test_a_search_for_what_is_faster() -> None:
-    """Than the best: nothing. Within no time: nothing either, and the bound says that nothing is known."""
-    space = Space(small(4), 1, Knobs(("tp", "pp"), **FIXED, pools=False))
-    best = Search(space, MACHINE, LENGTHS).run().results[0].prediction.seconds
-    assert not Search(space, MACHINE, LENGTHS, faster_than=best).run().results
-    found = Search(space, MACHINE, LENGTHS, kept=1, faster_than=best * 1.001).run().results
-    assert [it.prediction.seconds for it in found] == [best]
-    stopped = Search(space, MACHINE, LENGTHS, seconds=0.0).run()
-    assert not stopped.results and stopped.bound == 0.0
-
-
 def test_of_a_model_that_fits_nowhere_the_line_has_the_nodes_that_it_needs() -> None:
     config = small(2, **{"job.gpu_memory_gib": 6.0})
-    assert not Search(Space(config, 1), MACHINE, LENGTHS).run().results
+    assert not Search(Space(config, 1), MACHINE, LENGTHS).run()
     line = asked(config).fits_nowhere(1)
     nodes = int(re.search(r"use --nodes (\d+)", line)[1])  # type: ignore[index]
     assert "small.yaml fits on 1 node in no layout" in line and "more than there are" in line
-    assert Search(Space(config, nodes), MACHINE, LENGTHS).run().results
+    assert Search(Space(config, nodes), MACHINE, LENGTHS).run()
     assert "does not fit on 1024 nodes either" in asked(small(2, **{"job.gpu_memory_gib": 0.5})).fits_nowhere(512)
 
 

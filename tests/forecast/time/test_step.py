@@ -17,7 +17,7 @@ from hpcrl.forecast.memory.state import checkpoint_bytes
 from hpcrl.forecast.time.collectives import refit_shares
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.phases import JobTimes
-from hpcrl.forecast.time.step import Prediction, lower_bound, predict
+from hpcrl.forecast.time.step import Prediction, predict
 from hpcrl.forecast.time.table import lines_of
 from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine
 from tests.forecast.time.machines import cpu, gpu
@@ -68,40 +68,6 @@ def test_templates(name: str) -> None:
     else:
         assert found.seconds == pytest.approx(sum(found.phases.values()))
         assert max(span.end for span in found.spans) == pytest.approx(found.step)
-
-
-GRID: list[tuple[str, dict[str, Any]]] = [
-    ("ppo_70b", {"job__nodes": 16}),
-    ("ppo_70b", {"placement__actor__vpp": 2, "model__recompute__granularity": None}),
-    ("grpo_8b", {"model__lora_rank": 16}),
-    ("grpo_8b", {"placement__actor__tp": 1, "placement__actor__pp": 4, "rollout__max_num_seqs": 32}),
-    (
-        "grpo_8b",
-        {"placement__actor__cp": 2, "rollout__n": 2, "data__train_batch_size": 16, "actor__ppo_mini_batch_size": 16},
-    ),
-    (
-        "grpo_8b",
-        {
-            "model__family": "mixtral",
-            "model__num_experts": 8,
-            "placement__actor__ep": 4,
-            "rollout__engine": "native",
-            "rollout__kv_cache_gib": 16.0,
-        },
-    ),
-    ("grpo_8b", {"model__transformer_engine__fp8": "hybrid"}),
-    *((name, {}) for name in NAMES + OVERLAPPING),
-]
-
-
-@pytest.mark.parametrize(("name", "changes"), GRID)
-@pytest.mark.parametrize("sigma", [0.0, 1.2])
-def test_the_bound_is_below(name: str, changes: dict[str, Any], sigma: float) -> None:
-    job = job_of(name, **changes)
-    lengths = lengths_of(job, sigma)
-    for machine in (machine_of(job), machine_of(job, efficiency={"gen": 0.5, "update_actor": 1.25})):
-        bound, found = lower_bound(job, machine, lengths), predict(job, machine, lengths).seconds
-        assert 0.1 * found < bound <= found or (not job.on_gpu and 0 < bound <= found)
 
 
 @pytest.mark.parametrize("name", ["ppo_70b", "grpo_8b", "one_step_off_countdown_cpu"])
