@@ -27,7 +27,6 @@ from hpcrl.engine.optim import (
     gradient_norm,
     learning_rate,
     sum_gradients,
-    uses_distributed_optimizer,
 )
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
@@ -123,12 +122,19 @@ class TrainEngine:
                 chunk.requires_grad_(False)
         else:
             self.config.finalize_model_grads_func = sum_gradients
-            sharded = uses_distributed_optimizer(optim)
+            sharded = optim.chosen().is_sharded
             overlap = Overlap.of(ddp, shape, groups, sharded=sharded, has_adapters=lora is not None)
             with platform.cpu_bridge():
                 replicated = DataParallelChunks(self.chunks, self.config, groups, overlap, sharded=sharded)
                 tower_lr = shape.vision.lr if shape.vision is not None and shape.vision.train != "none" else None
-                self.optimizer = build_optimizer(replicated.models, optim, groups, dtype, tower_lr)
+                parameters = named_parameters(self.chunks)
+                shards = {
+                    parameters[shard.chunk, shard.local_name]: shard
+                    for shard in local_shards(shape, groups, head, lora)
+                }
+                self.optimizer = build_optimizer(
+                    replicated.models, optim, groups, dtype, shape, shards, tower_lr=tower_lr
+                )
             self._replicated, self.models = replicated, [*replicated.models]
         self._vocabulary = VocabularyOutputs(
             self.chunks[-1], groups.tp, shape.softmax_size, chunk_rows=head_chunk_tokens, exact=exact

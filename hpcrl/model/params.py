@@ -63,6 +63,11 @@ class Shard(NamedTuple):
     is_expert: bool = False
     is_frozen: bool = False  # has no gradient and no optimizer
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix of a layer: a projection, of an expert too, or a router."""
+        return len(self.global_shape) == 2 and self.name.startswith("decoder.layers.") and not is_adapter(self.name)
+
 
 def engine_layout(shape: ModelShape, tp: int) -> Layout:
     """The layout of a generation engine's weights: split by tensor parallelism only, each expert too."""
