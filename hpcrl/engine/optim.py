@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer import (
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from hpcrl.engine.matrix_updates import MatrixUpdates
 from hpcrl.engine.sharded_optimizer import ShardedOptimizer, dtypes_of, init_state
 from hpcrl.model.shape import is_adapter
 from hpcrl.runtime import platform
@@ -142,8 +143,12 @@ def _sharded(
         data_parallel_group_idx=(pgc.tp_ep_pp if is_expert else pgc.mp).rank(),
         distributed_optimizer_instance_id=0,
     )
-    is_matrix = {each: shards[each].is_matrix for group in param_groups for each in group["params"]}
-    optimizer.use(chosen, _NoMatrices(), is_matrix)
+    trained = {each: shards[each] for group in param_groups for each in group["params"]}
+    mains = {shard.name: optimizer.main_of(each) for each, shard in trained.items() if shard.is_matrix}
+    places = {(trained[each].chunk, trained[each].local_name): place for each, place in optimizer.places()}
+    weights = {name: main for name, main in mains.items() if main is not None}
+    matrices = MatrixUpdates(chosen, shape, groups, places, weights, is_expert=is_expert)
+    optimizer.use(chosen, matrices, {each: shard.is_matrix for each, shard in trained.items()})
     optimizer.grad_stats_parallel_group = pgc.intra_dist_opt
     return optimizer
 

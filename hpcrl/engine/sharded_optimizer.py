@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import Adam
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from hpcrl.engine.matrix_updates import Place
 from hpcrl.engine.model_state import sharded_parts
 
 if TYPE_CHECKING:
@@ -58,6 +59,13 @@ class ShardedOptimizer(DistributedOptimizer):
         """Return the range of the fp32 weights of a model's parameter that this rank updates; None if it has none."""
         place = self.model_param_group_index_map.get(parameter)
         return None if place is None else self.optimizer.param_groups[place[0]]["params"][place[1]]
+
+    def places(self) -> Iterator[tuple[torch.Tensor, Place]]:
+        """Yield the parameters of the model, and where they are in buckets."""
+        for buffer in self.buffers:
+            for parameter, (start, _, number) in buffer.param_index_map.items():
+                bucket = buffer.buckets[number]
+                yield parameter, Place(start - bucket.offset, bucket.grad_data.numel())
 
     def _ranges(self) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.dtype]]]:
         for parameter in self.model_param_group_index_map:

@@ -242,3 +242,10 @@ def rows_of_projections(shape: ModelShape, matrix: str, rows: int) -> tuple[int,
     else:
         each = dict.fromkeys(names, rows // len(names))
     return rows // sum(each.values()), each
+
+
+def projections_in(shape: ModelShape, name: str, rows: int) -> tuple[int, dict[str, int]]:
+    """Return how `rows` rows of the parameter `name` hold matrices of the Hugging Face file: those of
+    `rows_of_projections`, or one block of one matrix."""
+    _, matrix = matrix_of(name)
+    return rows_of_projections(shape, matrix, rows) if matrix else (1, {"": rows})
