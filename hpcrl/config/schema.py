@@ -78,7 +78,8 @@ def _bounded(kind: Any, bounds: typing.Mapping[str, Any]) -> Any:
         if one in (int, float):
             kinds.append(Annotated[one, Field(**of_numbers)])
         elif length is not None and typing.get_origin(one) is list:
-            inner: Any = list[_bounded(*get_args(one), of_numbers)]  # type: ignore[misc]
+            (of_list,) = get_args(one)
+            inner: Any = list[_bounded(of_list, of_numbers)]  # type: ignore[misc]
             kinds.append(Annotated[inner, Field(min_length=length, max_length=length)])
         else:
             kinds.append(one)

@@ -8,7 +8,7 @@ returns the ranges. Each rank computes the same plan without communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -153,14 +153,17 @@ class MatrixUpdates:
         """places: those of `matrices_of`. weights: by name, the ranges of this rank's matrices, (n,) fp32."""
         self._chosen, self._shape, self._groups, self._is_expert = chosen, shape, groups, is_expert
         self._places, self._weights = places, weights
-        self._names = {weight: name for name, weight in weights.items()}
+        self._names: dict[object, str] = {weight: name for name, weight in weights.items()}
 
     def __contains__(self, weight: object) -> bool:
         return weight in self._names
 
-    def apply(self, function: Function, ranges: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def apply(self, function: Function, ranges: MutableMapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Collective over the ranks of the stage."""
-        sent = {(self._names[weight], self._groups.rank): tensor for weight, tensor in ranges.items()}
+        sent = {}
+        while ranges:
+            weight, tensor = ranges.popitem()
+            sent[self._names[weight], self._groups.rank] = tensor
         received = self._swap(self._to_owners, sent)
         results: dict[Key, Tensor] = {}
         for matrix in self._plan:
@@ -184,14 +187,14 @@ class MatrixUpdates:
                 results[matrix.name, each.rank] = part.view(-1)[each.start : each.stop]
         return results
 
-    def _swap(self, moves: Sequence[Move], tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    def _swap(self, moves: Sequence[Move], tensors: dict[Key, Tensor]) -> dict[Key, Tensor]:
         """Exchange ranges in one all-to-all; return those that this rank receives. moves: this rank's, in an order that
-        all ranks have."""
+        all ranks have. tensors: what is sent leaves it."""
         members, rank = dist.get_process_group_ranks(self._group), self._groups.rank
         sends = sorted((move for move in moves if move.sender == rank), key=lambda move: move.receiver)
         receives = sorted((move for move in moves if move.receiver == rank), key=lambda move: move.sender)
         empty = torch.empty(0, device=next(iter(self._weights.values()), torch.empty(0)).device)
-        flat = torch.cat([empty, *(tensors[move.key].reshape(-1) for move in sends)])
+        flat = torch.cat([empty, *(tensors.pop(move.key).view(-1) for move in sends)])
         received = flat
         if len(members) > 1:
             received = flat.new_empty(sum(move.size for move in receives))

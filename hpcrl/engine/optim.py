@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,7 +184,9 @@ class _NoMatrices:
     def __contains__(self, weight: object) -> bool:
         return False
 
-    def apply(self, function: Callable[[Tensor], Tensor], ranges: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def apply(
+        self, function: Callable[[Tensor], Tensor], ranges: MutableMapping[Tensor, Tensor]
+    ) -> dict[Tensor, Tensor]:
         return {}
 
 

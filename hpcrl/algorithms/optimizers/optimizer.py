@@ -9,7 +9,7 @@ class Lion(Optimizer):
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -32,11 +32,14 @@ class WholeMatrices(Protocol):
     def __contains__(self, weight: object) -> bool:
         """Whether a weight of the optimizer is a range of a matrix of a layer."""
 
-    def apply(self, function: Callable[[Tensor], Tensor], ranges: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def apply(
+        self, function: Callable[[Tensor], Tensor], ranges: MutableMapping[Tensor, Tensor]
+    ) -> dict[Tensor, Tensor]:
         """Return the ranges of function(matrix) by weight, of the matrices that `ranges` are parts of.
 
-        ranges: an fp32 tensor for each weight that is in this collection, of the weight's shape. The function gets each
-        projection as the Hugging Face file has it, (out, in) fp32, and returns a tensor of the same shape. Collective.
+        ranges: an fp32 tensor for each weight that is in this collection, of the weight's shape; they are removed. The
+        function gets each projection as the Hugging Face file has it, (out, in) fp32, and returns a tensor of the same
+        shape. Collective.
         """
 
 
