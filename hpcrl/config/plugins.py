@@ -81,7 +81,7 @@ def load_plugins(config: Config) -> bool:
         raise ConfigError(*wrong)
     for path, optim in optimizers.items():
         if is_complete or optim.optimizer in OPTIMIZERS.names():
-            _check_optimizer(path, optim, adapters=config.model.lora_rank > 0 and path == "actor.optim")
+            _check_optimizer(path, optim)
     return is_complete
 
 
@@ -95,16 +95,14 @@ def optimizer_sections(section: Section, prefix: str = "") -> Iterator[tuple[str
             yield from optimizer_sections(value, f"{prefix}{name}.")
 
 
-def _check_optimizer(path: str, optim: OptimConfig, *, adapters: bool) -> None:
-    """Raise ConfigError or UnknownName, one line, for an optimizer that is unknown or does not fit."""
+def _check_optimizer(path: str, optim: OptimConfig) -> None:
+    """Raise ConfigError or UnknownName, one line, for an optimizer that is unknown or has wrong parameters."""
     try:
-        chosen = optim.chosen()
-    except UnknownName:
-        raise
+        optim.chosen()
+    except UnknownName as error:
+        raise UnknownName(f"{path}: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-    if adapters and chosen.without_adapters:
-        raise ConfigError(f"{path}.optimizer={optim.optimizer} with model.lora_rank: {chosen.without_adapters}")
 
 
 def _import(key: str, path: str) -> ModuleType | None:

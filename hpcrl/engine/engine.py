@@ -34,7 +34,7 @@ from hpcrl.model.blocks.router import RouterLosses
 from hpcrl.model.blocks.transformer_engine import FP8_ROWS
 from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf_directory import Safetensors
-from hpcrl.model.params import SCALAR_HEADS, Head
+from hpcrl.model.params import SCALAR_HEADS, Head, Shard
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import MegatronRanges, annotated
@@ -128,10 +128,8 @@ class TrainEngine:
                 replicated = DataParallelChunks(self.chunks, self.config, groups, overlap, sharded=sharded)
                 tower_lr = shape.vision.lr if shape.vision is not None and shape.vision.train != "none" else None
                 parameters = named_parameters(self.chunks)
-                shards = {
-                    parameters[shard.chunk, shard.local_name]: shard
-                    for shard in local_shards(shape, groups, head, lora)
-                }
+                local = local_shards(shape, groups, head, lora)
+                shards: dict[Tensor, Shard] = {parameters[it.chunk, it.local_name]: it for it in local}
                 self.optimizer = build_optimizer(
                     replicated.models, optim, groups, dtype, shape, shards, tower_lr=tower_lr
                 )

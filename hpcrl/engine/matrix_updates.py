@@ -121,8 +121,8 @@ def _owners(
     replicas_of = {rank: group for group in layout.groups(*dims) for rank in group}
     together: dict[tuple[int, ...], list[str]] = {}
     for name, found in parts.items():
-        holders = {rank for _, ranges in found for rank in replicas_of[ranges[0].rank]}
-        together.setdefault(tuple(sorted(holders)), []).append(name)
+        ranks = {rank for _, ranges in found for rank in replicas_of[ranges[0].rank]}
+        together.setdefault(tuple(sorted(ranks)), []).append(name)
     for holders, names in together.items():
         costs = np.array([cost(name, parts[name][0][0].global_shape) for name in names]).astype(np.int64)
         owners = balanced_assignment(costs, len(holders)).tolist()

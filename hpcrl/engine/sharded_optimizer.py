@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer over any optimizer of `hpcrl.algorithms.optimizers`, and its part of a checkpoint."""
+"""Megatron's distributed optimizer over an optimizer of `hpcrl.algorithms.optimizers`, and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class ShardedOptimizer(DistributedOptimizer):
     Megatron gathers the reshardable form whole on every replica, and one of them writes it. Here each replica writes
     its own part, under the same names.
     """
+
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, param_groups: list[dict[str, Any]], *arguments: Any, **options: Any) -> None:
         """arguments, options: megatron's, after its optimizer."""

@@ -33,9 +33,7 @@ class MuonParameters(Betas):
 
 @register_optimizer("muon", params=MuonParameters)
 class Muon(Optimizer):
-    without_adapters = (
-        "Muon of a low-rank factor is not Muon of the matrix; use optimizer=adam, or lora_rank=0"  # of the whole matrix
-    )
+    without_adapters = "Muon of a low-rank factor is not Muon of the matrix; use optimizer=adam, or lora_rank=0"
     params: MuonParameters
 
     def state(self, *, is_matrix: bool) -> dict[str, str]:

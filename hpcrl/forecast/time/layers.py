@@ -134,11 +134,11 @@ def layer_of(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool, lora: 
 
 
 class Projections(NamedTuple):
-    """Matrices of one size, (rows, cols) as the Hugging Face file has them, that a layer has `count` of."""
+    """Matrices of one size, (rows, cols) as the Hugging Face file has them, that a layer has `number` of."""
 
     rows: int
     cols: int
-    count: int
+    number: int
     is_expert: bool
 
 
@@ -152,7 +152,7 @@ def projections_of(shape: ModelShape, is_moe: bool) -> tuple[Projections, ...]:
             rows, cols = shard.global_shape
             blocks, each = projections_in(one, shard.name, rows)
             found.update((blocks * own, cols, shard.is_expert) for own in each.values())
-    return tuple(Projections(rows, cols, count, is_expert) for (rows, cols, is_expert), count in found.items())
+    return tuple(Projections(rows, cols, number, is_expert) for (rows, cols, is_expert), number in found.items())
 
 
 class Stage(NamedTuple):

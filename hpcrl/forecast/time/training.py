@@ -104,8 +104,8 @@ def _waiting(found: Cost, passes: Passes, lengths: Lengths, dp: int) -> Cost:
 
 class Optimizer(NamedTuple):
     """state: bytes of a trained weight, besides the weight itself; is_divided: over replicas. of_matrix: bytes in place
-    of `state` of a weight in a matrix of a layer. operations: of the whole matrices of a layer without and with experts,
-    and of its experts; 0 if it computes on elements only. largest: of one matrix."""
+    of `state` of a weight in a matrix of a layer. operations: of the whole matrices of a dense layer, of one with
+    experts, and of its experts; 0 if it computes on elements only. largest: of one matrix."""
 
     state: int
     is_divided: bool
@@ -155,7 +155,7 @@ def _operations(shape: ModelShape, chosen: OptimizerKind) -> tuple[tuple[float, 
 
     def sum_of(is_moe: bool, is_expert: bool) -> float:
         every = (it for it in found.get(is_moe, ()) if it.is_expert == is_expert)
-        return sum(it.count * chosen.operations(it.rows, it.cols) for it in every)
+        return sum(it.number * chosen.operations(it.rows, it.cols) for it in every)
 
     return (sum_of(False, False), sum_of(True, False), sum_of(True, True)), largest
 
@@ -205,7 +205,7 @@ def _groups(model: PassModel) -> tuple[Group, Group]:
 
 
 def _replicas(model: PassModel, update: Update, backward: float, forward: float) -> Cost:
-    """Gradients in fp32 are reduced, and if the optimizer's state is divided over replicas, updated weights are gathered
+    """Gradients in fp32 are reduced, and if the optimizer is divided over replicas, updated weights are gathered
     (Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5). Where it overlaps with a micro-batch's passes, only
     what takes longer counts; what is reduced last cannot overlap: a stage's share of one layer."""
     dense, experts = _groups(model)
