@@ -217,7 +217,7 @@ class DdpConfig(Section):
     )
     overlap_param_gather: bool | None = Field(
         None,
-        description="gather Adam's updated weights during the next mini-batch's forward pass; null: on GPUs, if "
+        description="gather updated weights of a sharded optimizer during the next mini-batch's forward pass; null: on GPUs, if "
         "possible",
     )
     bucket_size: PositiveInt | None = Field(

@@ -77,7 +77,7 @@ def build_optimizer(
     if chosen.without_adapters and any(is_adapter(shard.name) for shard in shards.values()):
         raise InputError(f"optimizer={optim.optimizer} with adapters (model.lora_rank): {chosen.without_adapters}")
     config = OptimizerConfig(
-        optimizer="adam" if chosen.is_sharded else "sgd",  # what megatron knows
+        optimizer="adam" if chosen.is_sharded else "sgd",  # names of megatron
         lr=optim.lr,
         min_lr=optim.min_lr,
         weight_decay=optim.weight_decay,
