@@ -21,6 +21,7 @@ from hpcrl.batch.packing import balanced_assignment
 from hpcrl.model.build import copy_boxes, paste_boxes
 from hpcrl.model.params import Shard, shards
 from hpcrl.model.shape import ModelShape, projections_in
+from hpcrl.runtime import platform
 
 if TYPE_CHECKING:
     from hpcrl.algorithms.optimizers.optimizer import Optimizer
@@ -129,12 +130,11 @@ def _owners(
         yield from ((name, holders[owner]) for name, owner in zip(names, owners, strict=True))
 
 
-def by_projection(shape: ModelShape, name: str, matrix: Tensor, function: Function) -> Tensor:
-    """Return the matrix (rows, cols) with function(projection) in the place of each projection that it holds."""
+def replace_projections(shape: ModelShape, name: str, matrix: Tensor, function: Function) -> None:
+    """Put function(projection) in the place of each projection that the matrix (rows, cols) holds."""
     blocks, rows = projections_in(shape, name, matrix.size(0))
-    pieces = matrix.view(blocks, -1, matrix.size(1)).split(list(rows.values()), dim=1)
-    made = [function(piece.reshape(-1, matrix.size(1))).reshape(piece.shape) for piece in pieces]
-    return torch.cat(made, dim=1).view(matrix.shape)
+    for piece in matrix.view(blocks, -1, matrix.size(1)).split(list(rows.values()), dim=1):
+        piece.copy_(function(piece.reshape(-1, matrix.size(1))).reshape(piece.shape))
 
 
 class MatrixUpdates:
@@ -174,11 +174,12 @@ class MatrixUpdates:
 
     def _update(self, matrix: Matrix, received: dict[Key, Tensor], function: Function) -> dict[Key, Tensor]:
         """Return the ranges of an updated matrix, and drop those that it was assembled from."""
-        tensors = [torch.cat([received.pop((matrix.name, each.rank)) for each in ranges]) for _, ranges in matrix.sent]
-        whole = tensors[0].new_empty(matrix.global_shape)
-        for tensor, (shard, _) in zip(tensors, matrix.sent, strict=True):
-            paste_boxes(tensor.view(shard.local_shape), whole, shard)
-        whole = by_projection(self._shape, matrix.name, whole, function)
+        whole = torch.empty(matrix.global_shape, device=platform.device())
+        for shard, ranges in matrix.sent:
+            part = torch.cat([received.pop((matrix.name, each.rank)) for each in ranges])
+            paste_boxes(part.view(shard.local_shape), whole, shard)
+            del part
+        replace_projections(self._shape, matrix.name, whole, function)
         results = {}
         for shard, ranges in matrix.parts:
             part = whole.new_empty(shard.local_shape)
@@ -193,7 +194,7 @@ class MatrixUpdates:
         members, rank = dist.get_process_group_ranks(self._group), self._groups.rank
         sends = sorted((move for move in moves if move.sender == rank), key=lambda move: move.receiver)
         receives = sorted((move for move in moves if move.receiver == rank), key=lambda move: move.sender)
-        empty = torch.empty(0, device=next(iter(self._weights.values()), torch.empty(0)).device)
+        empty = torch.empty(0, device=platform.device())
         flat = torch.cat([empty, *(tensors.pop(move.key).view(-1) for move in sends)])
         received = flat
         if len(members) > 1:

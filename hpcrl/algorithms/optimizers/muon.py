@@ -7,6 +7,7 @@ mean square that AdamW's usually has, so that AdamW's learning rate and weight d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,29 +41,29 @@ class Muon(Optimizer):
         return dict.fromkeys(("momentum_buffer",) if is_matrix else MOMENTS, "float32")
 
     def step(self, groups: Groups, state: States, matrices: WholeMatrices) -> None:
+        of_layers = [[weight for weight in group["params"] if weight in matrices] for group in groups]
         directions: dict[Tensor, Tensor] = {}
-        for group in groups:
+        for group, weights in zip(groups, of_layers, strict=True):
             others = [weight for weight in group["params"] if weight not in matrices]
             adamw_step(others, state, self.params, group["lr"], group["weight_decay"])
-            for weight in group["params"]:
-                if weight in matrices:
-                    directions[weight] = self._direction(weight, state[weight])
+            if weights:
+                directions |= zip(weights, self._directions(weights, state), strict=True)
         updates = matrices.apply(self.update_of, directions)
-        for group in groups:
-            for weight in group["params"]:
-                if weight in matrices:
-                    weight.mul_(1.0 - group["lr"] * group["weight_decay"])
-                    weight.add_(updates[weight], alpha=-group["lr"])
+        for group, weights in zip(groups, of_layers, strict=True):
+            if weights:
+                torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(weights, [updates[weight] for weight in weights], alpha=-group["lr"])
 
-    def _direction(self, weight: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """Return what is orthogonalised, after the momentum took up the gradient: m = mu m + g; g + mu m or m."""
-        gradient, momentum = weight.grad, state["momentum_buffer"]
-        assert gradient is not None
-        state["step"] += 1
-        momentum.mul_(self.params.muon_momentum).add_(gradient)
+    def _directions(self, weights: Sequence[Tensor], state: States) -> Sequence[Tensor]:
+        """Return what is orthogonalised, after gradients are added to the momentum: m = mu m + g; g + mu m or m."""
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        momenta = [state[weight]["momentum_buffer"] for weight in weights]
+        torch._foreach_add_([state[weight]["step"] for weight in weights], 1)
+        torch._foreach_mul_(momenta, self.params.muon_momentum)
+        torch._foreach_add_(momenta, gradients)
         if not self.params.muon_use_nesterov:
-            return momentum
-        return torch.add(gradient, momentum, alpha=self.params.muon_momentum)
+            return momenta
+        return torch._foreach_add(gradients, momenta, alpha=self.params.muon_momentum)
 
     def update_of(self, matrix: Tensor) -> Tensor:
         """Return the update of a projection, fp32, per unit of the learning rate."""

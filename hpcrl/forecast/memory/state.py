@@ -16,7 +16,7 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.roles import HOST_BLOCK, Part
 from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard, shards
-from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter, matrix_of
+from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter, matrix_of, projections_in
 from hpcrl.runtime.layout import Layout
 
 # Megatron's alignment of a buffer that its distributed optimizer divides, in elements.
@@ -24,8 +24,8 @@ PARAMETER_MULTIPLE = 64
 BUCKET_MULTIPLE = 128
 FP32 = 4
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-# Of the size of a matrix that is updated whole, and of the square of its shorter side: fp32 tensors of its update.
-WORK_MATRICES, WORK_SQUARES = 5, 2
+# Tensors in fp32 of a projection's update, of its size and of the square of its shorter side.
+WORK_MATRICES, WORK_SQUARES = 3, 2
 
 
 class State(NamedTuple):
@@ -138,9 +138,12 @@ class RoleModel:
             ]
             if own:
                 ranges = sum(math.prod(shard.local_shape) for shard in own) // replicas
-                largest = max((shard.global_shape for shard in own), key=math.prod)
-                work = WORK_MATRICES * math.prod(largest) + WORK_SQUARES * min(largest) ** 2
-                most = max(most, FP32 * (2 * max(ranges, math.prod(largest)) + work))
+                largest = max(own, key=lambda shard: math.prod(shard.global_shape))
+                rows, cols = largest.global_shape
+                blocks, each = projections_in(self.shape, largest.name, rows)
+                outer = blocks * max(each.values())
+                work = rows * cols + WORK_MATRICES * outer * cols + WORK_SQUARES * min(outer, cols) ** 2
+                most = max(most, FP32 * (2 * max(ranges, rows * cols) + work))
         return most
 
     def merged(self, stage: int) -> int:
