@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hpcrl.algorithms.aggregation import agg_loss as agg_loss
     from hpcrl.algorithms.metrics import Mean as Mean
     from hpcrl.algorithms.metrics import Sum as Sum
+    from hpcrl.algorithms.optimizers.optimizer import Optimizer as Optimizer
+    from hpcrl.algorithms.optimizers.optimizer import register_optimizer as register_optimizer
     from hpcrl.algorithms.parameters import param as param
     from hpcrl.algorithms.policy_losses import register_policy_loss as register_policy_loss
     from hpcrl.batch.data_proto import DataProto as DataProto
@@ -64,6 +66,7 @@ _MODULES = {
     "hpcrl.rollout.protocol": ("SamplingParams",),
     # algorithms; `param` declares a parameter of theirs
     "hpcrl.algorithms.parameters": ("param",),
+    "hpcrl.algorithms.optimizers.optimizer": ("register_optimizer", "Optimizer"),
     "hpcrl.rewards.manager": ("register_reward_manager", "RewardManager"),
     "hpcrl.algorithms.policy_losses": ("register_policy_loss",),
     "hpcrl.algorithms.advantages": ("register_adv_est",),

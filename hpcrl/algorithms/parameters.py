@@ -89,9 +89,10 @@ class NoParameters:
 def param(default: Any, *, help: str, **bounds: float) -> Any:
     """A field of a parameter dataclass: its default, its description, and bounds of the number: gt, ge, lt, le.
 
-    A default of None means that null is allowed too. A list or a mapping is copied for each instance.
+    A default of None means that null is allowed too. A list or a mapping is copied for each instance; bounds of a list
+    are those of its numbers, and `length` is the number of them.
     """
-    if wrong := set(bounds).difference(BOUNDS):
+    if wrong := set(bounds).difference(BOUNDS, ("length",)):
         raise TypeError(f"param() was given {', '.join(sorted(wrong))}; expected gt, ge, lt or le")
     metadata = {"help": help, "bounds": bounds}
     if isinstance(default, list | dict):
@@ -171,9 +172,13 @@ def _check(parameter: Parameter, value: Any) -> None:
         raise error(f"{parameter.name} is {value!r}; expected {' or '.join(dict.fromkeys(expected))}")
     if isinstance(value, list | tuple):
         (kind,) = (typing.get_args(kind)[0] for kind in kinds if _is_list(kind))
+        if len(value) != parameter.bounds.get("length", len(value)):
+            raise ValueError(f"{parameter.name} has {len(value)} entries; expected {parameter.bounds['length']:.0f}")
         for number, item in enumerate(value):
-            _check(parameter._replace(name=f"{parameter.name}[{number}]", type=kind, bounds={}), item)
+            _check(parameter._replace(name=f"{parameter.name}[{number}]", type=kind), item)
     for key, bound in parameter.bounds.items() if _is_a(float, value) else ():
+        if key == "length":
+            continue
         words, is_within = BOUNDS[key]
         if not is_within(value, bound):
             raise ValueError(f"{parameter.name} is {value}; expected a number {words} {bound}")

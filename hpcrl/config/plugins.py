@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from hpcrl.algorithms.advantages import ESTIMATORS
 from hpcrl.algorithms.distillation import DISTILLATION_LOSSES
+from hpcrl.algorithms.optimizers.optimizer import OPTIMIZERS
 from hpcrl.algorithms.parameters import Registry, UnknownName, inherited
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES
 from hpcrl.config.problems import KeyPath, hint, validated
-from hpcrl.config.schema import Config, SamplerConfig, Section
+from hpcrl.config.schema import Config, OptimConfig, SamplerConfig, Section
 from hpcrl.config.yaml_core import ConfigError, Node
 from hpcrl.rewards.manager import REWARD_MANAGERS
 from hpcrl.runtime.user_code import import_file
@@ -30,6 +31,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = {  # the section with the parameters of plugins, each under its name -> family
+    "actor.optim": Family(OPTIMIZERS, ("actor.optim",)),  # and all other sections of this class
     "actor.policy_loss": Family(POLICY_LOSSES, ("actor", "actor.policy_loss", "algorithm.rollout_correction")),
     "algorithm": Family(ESTIMATORS, ("algorithm",)),
     "distillation.distillation_loss": Family(DISTILLATION_LOSSES, ("distillation.distillation_loss",)),
@@ -62,7 +64,8 @@ def load_plugins(config: Config) -> bool:
     modules = [_import("run.plugins", path) for path in config.run.plugins]
     is_complete = None not in modules
     wrong: list[str] = []
-    for path, family in FAMILIES.items():
+    optimizers = dict(optimizer_sections(config))
+    for path, family in {**FAMILIES, **dict.fromkeys(optimizers, FAMILIES["actor.optim"])}.items():
         entries = family.registry.entries().items()
         of_plugins = {
             name: entry.params for name, entry in entries if not entry.function.__module__.startswith("hpcrl.")
@@ -76,7 +79,30 @@ def load_plugins(config: Config) -> bool:
         wrong += _wrong_mappings(sampler, "data.sampler", declared, not sampler.class_path or module is not None)
     if wrong:
         raise ConfigError(*wrong)
+    for path, optim in optimizers.items():
+        if is_complete or optim.optimizer in OPTIMIZERS.names():
+            _check_optimizer(path, optim)
     return is_complete
+
+
+def optimizer_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, OptimConfig]]:
+    """Yield the dotted paths of a config's sections of optimizers, and the sections."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, OptimConfig):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Section):
+            yield from optimizer_sections(value, f"{prefix}{name}.")
+
+
+def _check_optimizer(path: str, optim: OptimConfig) -> None:
+    """Raise ConfigError or UnknownName, one line, for an optimizer that is unknown or has wrong parameters."""
+    try:
+        optim.chosen()
+    except UnknownName as error:
+        raise UnknownName(f"{path}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _import(key: str, path: str) -> ModuleType | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from hpcrl.algorithms.optimizers.optimizer import OPTIMIZERS
 from hpcrl.config.placement import PlacedRole
 from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.config.yaml_core import ConfigError
@@ -185,6 +186,13 @@ def check_lora(config: Config) -> None:
         raise ConfigError(
             f"model.lora_rank={config.model.lora_rank} with rollout.exact=true: the engine computes with merged "
             "weights, whose log-probs have other last bits than those of training; set rollout.exact=false"
+        )
+    name = config.actor.optim.optimizer
+    entry = OPTIMIZERS.entries().get(name)  # one of a plugin that needs torch may be missing
+    if config.model.lora_rank > 0 and entry is not None and entry.function.without_adapters:
+        raise ConfigError(
+            f"actor.optim.optimizer={name} with model.lora_rank={config.model.lora_rank}: "
+            f"{entry.function.without_adapters}"
         )
 
 

@@ -28,7 +28,8 @@ from pydantic import (
 from hpcrl.algorithms.aggregation import LossAggMode
 from hpcrl.algorithms.distillation import Distillation
 from hpcrl.algorithms.kl import KlCtrl, KlKind
-from hpcrl.algorithms.parameters import members, parameters_of
+from hpcrl.algorithms.optimizers.optimizer import OPTIMIZERS, Optimizer, built_in_parameters
+from hpcrl.algorithms.parameters import inherited, members, parameters_of
 from hpcrl.algorithms.pf_ppo import PfPpo
 from hpcrl.algorithms.rollout_correction import RolloutCorrection
 from hpcrl.algorithms.surrogate_losses import ActorParameters, PolicyLossParameters
@@ -69,8 +70,19 @@ PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
 
 
 def _bounded(kind: Any, bounds: typing.Mapping[str, Any]) -> Any:
-    """The type with bounds on its numbers."""
-    kinds = [Annotated[one, Field(**bounds)] if one in (int, float) else one for one in members(kind)]
+    """The type with bounds on its numbers, or on the numbers and the length of its lists."""
+    length = bounds.get("length")
+    of_numbers = {key: bound for key, bound in bounds.items() if key != "length"}
+    kinds: list[Any] = []
+    for one in members(kind):
+        if one in (int, float):
+            kinds.append(Annotated[one, Field(**of_numbers)])
+        elif length is not None and typing.get_origin(one) is list:
+            (of_list,) = get_args(one)
+            inner: Any = list[_bounded(of_list, of_numbers)]  # type: ignore[misc]
+            kinds.append(Annotated[inner, Field(min_length=length, max_length=length)])
+        else:
+            kinds.append(one)
     return typing.Union[tuple(kinds)]  # noqa: UP007
 
 
@@ -205,7 +217,7 @@ class DdpConfig(Section):
     )
     overlap_param_gather: bool | None = Field(
         None,
-        description="gather Adam's updated weights during the next mini-batch's forward pass; null: on GPUs, if "
+        description="gather updated weights of a sharded optimizer during the next mini-batch's forward pass; null: on GPUs, if "
         "possible",
     )
     bucket_size: PositiveInt | None = Field(
@@ -530,9 +542,9 @@ class RolloutConfig(EngineConfig):
         return [value] if isinstance(value, dict) else value
 
 
-class OptimConfig(Section):
+class OptimConfig(OpenSection, *built_in_parameters()):  # type: ignore[misc]
     lr: NonNegativeFloat = Field(1e-6, description="peak learning rate")
-    optimizer: Literal["adam", "sgd"] = Field("adam", description="adam is AdamW")
+    optimizer: str = Field("adam", description=f"{', '.join(OPTIMIZERS.names())}, or a plugin's; adam is AdamW")
     lr_warmup_steps: int = Field(
         -1, ge=-1, description="optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio"
     )
@@ -544,23 +556,25 @@ class OptimConfig(Section):
     lr_decay_steps: PositiveInt | None = Field(None, description="optimizer steps until min_lr; null: all of them")
     min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay")
     weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
-    betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = Field(
-        default_factory=lambda: [0.9, 0.999], description="Adam's decay rates"
-    )
-    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
-    exp_avg_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype that keeps Adam's first moment")
-    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = Field("float32", description="the same of its second moment")
-    momentum: Fraction = Field(0.0, description="momentum of SGD")
     clip_grad: NonNegativeFloat = Field(1.0, description="gradient norm at most; 0: no clipping")
 
+    def chosen(self) -> Optimizer:
+        """The optimizer that is named, with its parameters. Raises UnknownName, and ValueError for its parameters."""
+        entry = OPTIMIZERS.get(self.optimizer)
+        own = {} if entry.is_built_in else (self.__pydantic_extra__ or {}).get(self.optimizer, {})
+        return entry.function(entry.params(**(inherited(entry.params, self) | own)))
+
     @model_validator(mode="after")
-    def _moments_can_decay(self) -> OptimConfig:
-        """A moment that shrinks by less than half of bf16's spacing, 1 in 2^8, is rounded back to what it was."""
-        for key, beta in zip(("exp_avg_dtype", "exp_avg_sq_dtype"), self.betas, strict=True):
-            if getattr(self, key) == "bfloat16" and self.optimizer != "adam":
-                raise ValueError(f"{key}=float32 beside optimizer={self.optimizer}, which has no such state")
-            if getattr(self, key) == "bfloat16" and 1 - beta <= 2**-8:
-                raise ValueError(f"{key}=float32 beside a decay of {beta}: bfloat16 can follow decays up to 0.996")
+    def _fits_its_optimizer(self) -> OptimConfig:
+        """A plugin's optimizer is checked once it is loaded."""
+        entry = OPTIMIZERS.entries().get(self.optimizer)
+        if entry is not None and entry.is_built_in:
+            states = {f"{name}_dtype" for one in (True, False) for name in self.chosen().state(is_matrix=one)}
+            for key, field in type(self).model_fields.items():
+                if key.endswith("_dtype") and key not in states and getattr(self, key) != field.default:
+                    raise ValueError(
+                        f"{key}={field.default} beside optimizer={self.optimizer}, which has no such state"
+                    )
         return self
 
 

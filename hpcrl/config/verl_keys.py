@@ -22,7 +22,7 @@ CODE = "no code of a model's directory is run; families of models are those of m
 ENGINES = "it is an option of vLLM or SGLang"
 RANKS = "the ranks are those that srun or mpiexec starts, in placement.pools"
 CHECKPOINTS = "checkpoints are always sharded, and resume under any layout"
-OPTIMIZERS = "the optimizers are adam and sgd"
+MUON = "Muon updates queries, keys, values, gate and up apart, with AdamW's root mean square"
 ROUTES = "routes stay in memory for their step"
 QUANTIZED = "there is no quantisation of the weights"
 MTP = "there is no multi-token prediction"
@@ -47,7 +47,8 @@ OF_VERL = {
     "<trained>.optim.{num_cycles,zero_indexed_step}": "<trained>.optim.lr_decay_style has one form of each shape",
     "<trained>.optim.use_checkpoint_opt_param_scheduler": "a resumed run continues the schedule of its template",
     "<trained>.optim.main_grads_dtype": "gradients are summed in float32",
-    "<trained>.optim.{muon_*,use_layer_wise_distributed_optimizer,optimizer_impl}": OPTIMIZERS,
+    "<trained>.optim.muon_*": MUON,
+    "<trained>.optim.{use_layer_wise_distributed_optimizer,optimizer_impl}": "use <trained>.optim.optimizer",
     "<trained>.optim.override_optimizer_config.**": "the keys of <trained>.optim are all that can be set",
     "<trained>.grad_clip": "use <trained>.optim.clip_grad",
     # layouts, memory and precision

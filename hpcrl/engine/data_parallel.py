@@ -48,7 +48,7 @@ class Overlap(NamedTuple):
         }
         gather_problems = {
             **reduce_problems,
-            "only Adam's state is sharded over replicas": not sharded,
+            "this optimizer's state is not sharded over replicas": not sharded,
             "adapters are too small to gain from it": has_adapters,
         }
         by_default = has_nccl() and groups.pgc.dp_cp.size() > 1

@@ -27,7 +27,6 @@ from hpcrl.engine.optim import (
     gradient_norm,
     learning_rate,
     sum_gradients,
-    uses_distributed_optimizer,
 )
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
@@ -35,7 +34,7 @@ from hpcrl.model.blocks.router import RouterLosses
 from hpcrl.model.blocks.transformer_engine import FP8_ROWS
 from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf_directory import Safetensors
-from hpcrl.model.params import SCALAR_HEADS, Head
+from hpcrl.model.params import SCALAR_HEADS, Head, Shard
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import MegatronRanges, annotated
@@ -124,12 +123,17 @@ class TrainEngine:
                 chunk.requires_grad_(False)
         else:
             self.config.finalize_model_grads_func = sum_gradients
-            sharded = uses_distributed_optimizer(optim)
+            sharded = optim.chosen().is_sharded
             overlap = Overlap.of(ddp, shape, groups, sharded=sharded, has_adapters=lora is not None)
             with platform.cpu_bridge():
                 replicated = DataParallelChunks(self.chunks, self.config, groups, overlap, sharded=sharded)
                 tower_lr = shape.vision.lr if shape.vision is not None and shape.vision.train != "none" else None
-                self.optimizer = build_optimizer(replicated.models, optim, groups, dtype, tower_lr)
+                parameters = named_parameters(self.chunks)
+                local = local_shards(shape, groups, head, lora)
+                shards: dict[Tensor, Shard] = {parameters[it.chunk, it.local_name]: it for it in local}
+                self.optimizer = build_optimizer(
+                    replicated.models, optim, groups, dtype, shape, shards, tower_lr=tower_lr
+                )
             self._replicated, self.models = replicated, [*replicated.models]
         self._vocabulary = VocabularyOutputs(
             self.chunks[-1], groups.tp, shape.softmax_size, chunk_rows=head_chunk_tokens, exact=exact

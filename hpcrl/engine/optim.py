@@ -1,17 +1,15 @@
-"""Optimizers over one role's groups, low-precision Adam moments, gradient norm and clipping, learning-rate schedule."""
+"""Optimizers over one role's groups, gradient norm and clipping, learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import Adam, OptimizerConfig
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -20,101 +18,22 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.optim.adamw import adamw
 
-from hpcrl.engine.model_state import sharded_parts
+from hpcrl.engine.matrix_updates import MatrixUpdates
+from hpcrl.engine.sharded_optimizer import ShardedOptimizer, dtypes_of, init_state
+from hpcrl.model.shape import is_adapter
 from hpcrl.runtime import platform
+from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.megatron_versions import grads_for_norm
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
+    from hpcrl.algorithms.optimizers.optimizer import Optimizer
     from hpcrl.config.schema import OptimConfig
+    from hpcrl.model.params import Shard
+    from hpcrl.model.shape import ModelShape
     from hpcrl.runtime.groups import RoleGroups
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-ELEMENTS_AT_ONCE = 2**24  # of parameters on a GPU: their two moments in fp32 take 128 MiB
-ELEMENTS_IN_CACHE = 2**18  # of parameters on a CPU, which is slower outside its cache
-
-
-class CompactAdam(torch.optim.AdamW):
-    """Torch's AdamW, computed in fp32, with moments stored in other dtypes, rounded to nearest after each step.
-    Gradients and weights are fp32.
-
-    Transformer Engine's FusedAdam can do the same, but on CUDA only; here every device computes the same numbers.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        exp_avg_dtype: torch.dtype,
-        exp_avg_sq_dtype: torch.dtype,
-    ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps)
-        self.dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameters in batches([each for each in group["params"] if each.grad is not None]):
-                states = [self.state[parameter] for parameter in parameters]
-                moments = {name: [state[name] for state in states] for name in MOMENTS}
-                in_fp32 = {name: as_fp32(tensors) for name, tensors in moments.items()}
-                adamw(
-                    parameters,
-                    [parameter.grad for parameter in parameters if parameter.grad is not None],
-                    in_fp32["exp_avg"],
-                    in_fp32["exp_avg_sq"],
-                    [],
-                    [state["step"] for state in states],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
-                for name, tensors in moments.items():
-                    if in_fp32[name] is not tensors:
-                        torch._foreach_copy_(tensors, in_fp32[name])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the moments' dtypes; torch converts all state to the parameters' dtype."""
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            for name, dtype in self.dtypes.items():
-                state[name] = state[name].to(dtype)
-
-
-def batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield successive tensors of ELEMENTS_AT_ONCE or ELEMENTS_IN_CACHE elements in all, or one larger tensor."""
-    batch: list[Tensor] = []
-    elements = 0
-    for tensor in tensors:
-        most = ELEMENTS_IN_CACHE if tensor.device.type == "cpu" else ELEMENTS_AT_ONCE
-        if batch and elements + tensor.numel() > most:
-            yield batch
-            batch, elements = [], 0
-        batch.append(tensor)
-        elements += tensor.numel()
-    if batch:
-        yield batch
-
-
-def as_fp32(tensors: list[Tensor]) -> list[Tensor]:
-    """Return copies in fp32, or the tensors themselves if they are fp32."""
-    if all(tensor.dtype is torch.float32 for tensor in tensors):
-        return tensors
-    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
@@ -138,40 +57,46 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     return optim.min_lr + left * (optim.lr - optim.min_lr)
 
 
-def uses_distributed_optimizer(optim: OptimConfig) -> bool:
-    """Whether state is sharded over data-parallel ranks: Adam's only, as in megatron."""
-    return optim.optimizer == "adam"
-
-
 def build_optimizer(
     models: Sequence[DistributedDataParallel],
     optim: OptimConfig,
     groups: RoleGroups,
     dtype: torch.dtype,
+    shape: ModelShape,
+    shards: Mapping[Tensor, Shard],
     tower_lr: float | None = None,
 ) -> MegatronOptimizer:
-    """Build AdamW under megatron's distributed optimizer, or SGD with whole state on every replica.
+    """Build the optimizer that `optim` names: under megatron's distributed optimizer if it is sharded, else with whole
+    state on every replica.
 
     Megatron's own factory gathers the parameter groups over the whole world, including ranks outside this role; here
-    every stage has the same groups by construction. tower_lr: peak learning rate of the vision tower, if it is another.
+    every stage has the same groups by construction. shards: by parameter. tower_lr: peak learning rate of the vision
+    tower, if it is another. Raises InputError for adapters that the optimizer cannot train.
     """
+    chosen = optim.chosen()
+    if chosen.without_adapters and any(is_adapter(shard.name) for shard in shards.values()):
+        raise InputError(f"optimizer={optim.optimizer} with adapters (model.lora_rank): {chosen.without_adapters}")
     config = OptimizerConfig(
-        optimizer=optim.optimizer,
+        optimizer="adam" if chosen.is_sharded else "sgd",  # names of megatron
         lr=optim.lr,
         min_lr=optim.min_lr,
         weight_decay=optim.weight_decay,
-        adam_beta1=optim.betas[0],
-        adam_beta2=optim.betas[1],
-        adam_eps=optim.eps,
-        sgd_momentum=optim.momentum,
         clip_grad=0.0,  # the engine computes the norm and clips
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=uses_distributed_optimizer(optim),
+        use_distributed_optimizer=chosen.is_sharded,
     )
     trained = [_is_expert(each) for model in models for each in model.parameters() if each.requires_grad]
     scale = None if tower_lr is None else tower_lr / optim.lr
-    parts = [_build_part(models, optim, groups, config, scale, is_expert=each) for each in sorted(set(trained))]
+    parts = []
+    for is_expert in sorted(set(trained)):
+        param_groups = _param_groups(models, optim, is_expert, scale)
+        if chosen.is_sharded:
+            part = _sharded(models, chosen, param_groups, groups, config, shape, shards, is_expert=is_expert)
+        else:
+            part = _whole(chosen, param_groups, groups, config, is_expert=is_expert)
+        part.tp_group = groups.pgc.expt_tp if is_expert else groups.tp
+        parts.append(part)
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
@@ -190,115 +115,84 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _build_part(
+def _sharded(
     models: Sequence[DistributedDataParallel],
-    optim: OptimConfig,
+    chosen: Optimizer,
+    param_groups: list[dict[str, Any]],
     groups: RoleGroups,
     config: OptimizerConfig,
-    tower_scale: float | None,
+    shape: ModelShape,
+    shards: Mapping[Tensor, Shard],
     *,
     is_expert: bool,
 ) -> MegatronOptimizer:
-    """Build the optimizer of the experts or of all other parameters: the two are sharded over different ranks."""
+    """Build the sharded optimizer of the experts or of all other parameters: the two are sharded over different
+    ranks."""
     pgc = groups.pgc
-    param_groups = _param_groups(models, optim, is_expert, tower_scale)
-    optimizer: MegatronOptimizer
-    if config.use_distributed_optimizer:
-        inner = _make_adam(param_groups, optim)
-        optimizer = ShardedAdam(
-            inner,
-            config,
-            None,
-            _init_adam_state,
-            model_chunks=list(models),
-            per_model_buffers={
-                number: model.expert_parallel_buffers if is_expert else model.buffers
-                for number, model in enumerate(models)
-            },
-            data_parallel_group=pgc.intra_expt_dp if is_expert else pgc.intra_dp_cp,
-            data_parallel_group_gloo=None,
-            data_parallel_group_idx=(pgc.tp_ep_pp if is_expert else pgc.mp).rank(),
-            distributed_optimizer_instance_id=0,
-        )
-        optimizer.grad_stats_parallel_group = pgc.intra_dist_opt
-        # Torch's Adam makes its state at the first step; megatron cannot save or load before that.
-        _init_adam_state(inner)
-    else:
-        sgd = torch.optim.SGD(param_groups, lr=optim.lr, momentum=optim.momentum)
-        if config.bf16:
-            optimizer = Float16OptimizerWithFloat16Params(sgd, config, None, _init_sgd_state)
-        else:
-            optimizer = FP32Optimizer(sgd, config, _init_sgd_state)
-        optimizer.grad_stats_parallel_group = pgc.tp_ep_pp if is_expert else pgc.mp
-    optimizer.tp_group = pgc.expt_tp if is_expert else groups.tp
+    optimizer = ShardedOptimizer(
+        param_groups,
+        config,
+        None,
+        None,
+        model_chunks=list(models),
+        per_model_buffers={
+            number: model.expert_parallel_buffers if is_expert else model.buffers for number, model in enumerate(models)
+        },
+        data_parallel_group=pgc.intra_expt_dp if is_expert else pgc.intra_dp_cp,
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=(pgc.tp_ep_pp if is_expert else pgc.mp).rank(),
+        distributed_optimizer_instance_id=0,
+    )
+    trained = {each: shards[each] for group in param_groups for each in group["params"]}
+    mains = {shard.name: optimizer.main_of(each) for each, shard in trained.items() if shard.is_matrix}
+    places = {(trained[each].chunk, trained[each].local_name): place for each, place in optimizer.places()}
+    weights = {name: main for name, main in mains.items() if main is not None}
+    matrices = MatrixUpdates(chosen, shape, groups, places, weights, is_expert=is_expert)
+    optimizer.use(chosen, matrices, {each: shard.is_matrix for each, shard in trained.items()})
+    optimizer.grad_stats_parallel_group = pgc.intra_dist_opt
     return optimizer
 
 
-def _make_adam(param_groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {"lr": optim.lr, "betas": (optim.betas[0], optim.betas[1]), "eps": optim.eps}
-    dtypes = {name: getattr(torch, getattr(optim, name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
-    if set(dtypes.values()) != {torch.float32}:
-        return CompactAdam(param_groups, **options, **dtypes)
-    if Adam is torch.optim.AdamW:
-        return Adam(param_groups, fused=True, **options)
-    return Adam(param_groups, adam_w_mode=True, **options)
+def _whole(
+    chosen: Optimizer,
+    param_groups: list[dict[str, Any]],
+    groups: RoleGroups,
+    config: OptimizerConfig,
+    *,
+    is_expert: bool,
+) -> MegatronOptimizer:
+    """Build an optimizer of the experts or of all other parameters, of which each replica has the whole state."""
+
+    def init(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+        dtypes = dtypes_of(chosen, is_matrix=False)
+        states = {each: dtypes for group in optimizer.param_groups for each in group["params"]}
+        init_state(optimizer, states, counts=False)
+
+    inner = chosen.make(param_groups, _NoMatrices())
+    optimizer = (
+        Float16OptimizerWithFloat16Params(inner, config, None, init)
+        if config.bf16
+        else FP32Optimizer(inner, config, init)
+    )
+    optimizer.grad_stats_parallel_group = groups.pgc.tp_ep_pp if is_expert else groups.pgc.mp
+    return optimizer
+
+
+class _NoMatrices:
+    """The matrices of an optimizer that is not sharded: all weights count as others."""
+
+    def __contains__(self, weight: object) -> bool:
+        return False
+
+    def apply(
+        self, function: Callable[[Tensor], Tensor], ranges: MutableMapping[Tensor, Tensor]
+    ) -> dict[Tensor, Tensor]:
+        return {}
 
 
 def _is_expert(parameter: torch.Tensor) -> bool:
     """Whether megatron marks the parameter as divided by expert parallelism."""
     return not getattr(parameter, "allreduce", True)
-
-
-class ShardedAdam(DistributedOptimizer):
-    """Megatron's distributed optimizer over torch's AdamW, whose step counter is a tensor per parameter.
-
-    Megatron 0.16 expects a tensor named "step" in a reshardable checkpoint, which it does not write there, and loads
-    one tensor into all parameters, with which torch would count each step once per parameter.
-
-    Megatron gathers the reshardable form whole on every replica, and one of them writes it. Here each replica writes
-    its own part, under the same names.
-    """
-
-    def sharded_param_state_fully_reshardable(
-        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
-    ) -> dict[Any, Any]:
-        if is_loading:
-            return super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata)
-        entries = {entry.data: entry for entry in model_sharded_state_dict.values()}
-        state: dict[int, ShardedTensor] = {}
-        for buckets_of_dtype in self.gbuf_ranges:
-            for bucket in (bucket for buckets in buckets_of_dtype.values() for bucket in buckets):
-                for parameter, ranges in bucket["param_map"].items():
-                    own, entry = ranges["param"], entries[parameter]
-                    tensors = self._get_main_param_and_optimizer_states(parameter)
-                    for kind in ("param", *MOMENTS):
-                        key, flat = f"optimizer.state.{kind}.{entry.key}", tensors[kind].detach().view(-1)
-                        assert flat.numel() == own.end - own.start
-                        for part in sharded_parts(entry, key, flat, own.start):
-                            state[len(state)] = part
-        return state
-
-    def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        steps = {"step": state["step"]} if "step" in state else {}
-        super()._set_main_param_and_optimizer_states(model_param, tensors | steps)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Add the step counter, which megatron reads from torch's Adam only without Apex and Transformer Engine."""
-        found = super().state_dict()
-        steps = {float(state["step"]) for state in self.optimizer.state.values() if "step" in state}
-        if steps:
-            (step,) = steps
-            for group in found["optimizer"]["param_groups"]:
-                group["step"] = step
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = torch.full_like(state["step"], state_dict["optimizer"]["param_groups"][0]["step"])
 
 
 def _param_groups(
@@ -318,6 +212,7 @@ def _param_groups(
     return [
         {
             "params": [each for each in parameters if (each.dim() > 1) == decayed and is_own(each) == of_tower],
+            "lr": optim.lr,
             "weight_decay": optim.weight_decay if decayed else 0.0,
             "wd_mult": 1.0 if decayed else 0.0,
             "lr_mult": (tower_scale or 1.0) if of_tower else 1.0,
@@ -330,24 +225,6 @@ def _param_groups(
         for of_tower in ((False,) if tower_scale is None or is_expert else (False, True))
         for decayed in (True, False)
     ]
-
-
-def _init_adam_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                if isinstance(optimizer, torch.optim.AdamW):
-                    optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                dtypes = optimizer.dtypes if isinstance(optimizer, CompactAdam) else dict.fromkeys(MOMENTS)
-                for name, dtype in dtypes.items():
-                    optimizer.state[parameter][name] = torch.zeros_like(parameter.data, dtype=dtype)
-
-
-def _init_sgd_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if group["momentum"] and not optimizer.state[parameter]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.data)
 
 
 def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -302,6 +302,15 @@ def copy_boxes(whole: Tensor, local: Tensor, shard: Shard) -> None:
         local[box.local_row : box.local_row + rows, box.local_col : box.local_col + cols].copy_(source)
 
 
+def paste_boxes(local: Tensor, whole: Tensor, shard: Shard) -> None:
+    """Copy a rank's local tensor into its rectangles of a global parameter."""
+    whole, local = whole.view(whole.size(0), -1), local.view(local.size(0), -1)
+    for box in shard.boxes:
+        target = whole[slice(*box.global_rows), slice(*box.global_cols)]
+        rows, cols = target.shape
+        target.copy_(local[box.local_row : box.local_row + rows, box.local_col : box.local_col + cols])
+
+
 def initial_weight(shape: ModelShape, name: str, global_shape: tuple[int, ...], seed: int) -> Tensor:
     """Return the initial tensor of a global parameter, fp32 on the CPU, a function of (seed, name) only.
 

@@ -56,12 +56,19 @@ class Shard(NamedTuple):
 
     def projection_rows(self, rows: int) -> tuple[int, dict[str, int]]:
         """Return how `rows` rows of the tensor, a rank's or all, hold its projections: the number of periods, and the
-        rows of each projection in a period."""
+        rows of each projection in a period. A tensor without projections is one."""
+        if not self.projections:
+            return 1, {"": rows}
         period = sum(projection.rows for projection in self.projections)
         whole = self.global_shape[0] // period
         if whole > 1:  # the ranks divide the periods
             return rows // period, {it.name: it.rows for it in self.projections}
         return 1, {it.name: it.rows * rows // period for it in self.projections}
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix of a layer: a projection, of an expert too, or a router."""
+        return len(self.global_shape) == 2 and self.name.startswith("decoder.layers.") and not is_adapter(self.name)
 
 
 def engine_layout(shape: ModelShape, tp: int) -> Layout:

@@ -269,23 +269,3 @@ class Lora:
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is a factor of an adapter."""
     return name.endswith(FACTORS)
-
-
-def matrix_of(name: str) -> tuple[str, str]:
-    """Split decoder.layers.0.mlp.linear_fc1.weight into "decoder.layers.0.mlp." and "linear_fc1"; the second is "" if
-    the parameter is not a matrix of projections."""
-    stem = name.removesuffix(".weight")
-    matrix = stem.rpartition(".")[2]
-    return stem.removesuffix(matrix), matrix if matrix in PROJECTIONS and name.endswith(".weight") else ""
-
-
-def rows_of_projections(shape: ModelShape, matrix: str, rows: int) -> tuple[int, dict[str, int]]:
-    """Return how `rows` rows of a matrix, a rank's or all, hold its projections: the number of blocks, and the rows of
-    each projection per block. Blocks of linear_qkv are query groups; other matrices have one block."""
-    names = PROJECTIONS[matrix]
-    if matrix == "linear_qkv":
-        queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
-        each = dict(zip(names, (queries, shape.head_dim, shape.head_dim), strict=True))
-    else:
-        each = dict.fromkeys(names, rows // len(names))
-    return rows // sum(each.values()), each

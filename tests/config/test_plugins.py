@@ -25,6 +25,8 @@ from typing import Literal
 
 from hpcrl.algorithms.aggregation import TokenLosses
 from hpcrl.algorithms.advantages import register_adv_est
+from hpcrl.algorithms.optimizers.adamw import Betas
+from hpcrl.algorithms.optimizers.optimizer import Optimizer, register_optimizer
 from hpcrl.algorithms.parameters import param
 from hpcrl.algorithms.policy_losses import Clip, register_policy_loss
 from hpcrl.rewards.manager import RewardManager, register_reward_manager
@@ -60,6 +62,17 @@ class Bonus:
 class MyManager(RewardManager):
     def shape(self, result, request):
         result["score"] += self.params.bonus
+
+
+@dataclass(frozen=True)
+class Rate(Betas):
+    rate: float = param(0.5, gt=0, help="of the steps")
+
+
+@register_optimizer("my_optimizer", params=Rate)
+class MyOptimizer(Optimizer):
+    def state(self, *, is_matrix):
+        return {"buffer": "bfloat16"}
 """
 JOB = "data: {train_files: [train.parquet], train_batch_size: 256}\n"
 
@@ -94,6 +107,8 @@ def test_every_parameter_is_a_key_of_the_schema_once(path: str, name: str) -> No
 @pytest.mark.parametrize(
     ("path", "name", "key", "value", "field"),
     [
+        ("actor.optim", "muon", "actor.optim.muon_momentum", 0.5, "muon_momentum"),
+        ("actor.optim", "muon", "actor.optim.betas", [0.5, 0.6], "betas"),
         ("actor.policy_loss", "dppo_tv", "actor.clip_ratio_c", 7.0, "clip_ratio_c"),
         ("actor.policy_loss", "vanilla", "actor.clip_ratio", 0.3, "clip_ratio_high"),
         ("actor.policy_loss", "clip_cov", "actor.policy_loss.clip_cov_lb", 0.5, "clip_cov_lb"),
@@ -118,6 +133,39 @@ def test_a_plugins_parameters_come_from_its_mapping_or_from_what_it_inherits(tem
     again = template.with_name("again.yaml")
     again.write_text(dump_config(config))
     assert load_config(again) == config
+
+
+def test_a_plugins_optimizer_is_that_of_any_section(template: Path) -> None:
+    overrides = ["critic.optim.optimizer=my_optimizer", "critic.optim.my_optimizer.rate=2", "critic.optim.eps=0.1"]
+    config = load_config(template, overrides)
+    check(config, 2)
+    chosen = config.critic.optim.chosen()
+    assert (chosen.params.rate, chosen.params.eps, chosen.state(is_matrix=True)) == (2, 0.1, {"buffer": "bfloat16"})
+    assert type(config.actor.optim.chosen()).__name__ == "Adam"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["critic.optim.optimizer=muonn"],
+            "critic.optim: unknown optimizer 'muonn'; did you mean 'muon'? there are adam",
+        ),
+        (
+            ["actor.optim.my_optimizer.rat=1"],
+            "unknown key actor.optim.my_optimizer.rat; did you mean actor.optim.my_optimizer.rate?",
+        ),
+        (
+            ["actor.optim.optimizer=muon", "model.lora_rank=8"],
+            "actor.optim.optimizer=muon with model.lora_rank=8: Muon of",
+        ),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_gets_one_line(template: Path, overrides: list[str], line: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(load_config(template, overrides), 2)
+    assert exits.is_user_error(caught.value)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
 def test_a_reward_manager_of_a_plugin_gets_its_parameters(template: Path) -> None:

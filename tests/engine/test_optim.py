@@ -7,13 +7,23 @@ import torch
 from pydantic import ValidationError
 from torch.optim.adamw import adamw
 
+from hpcrl.algorithms.optimizers.adamw import MOMENTS
 from hpcrl.config.schema import OptimConfig
-from hpcrl.engine.optim import MOMENTS, CompactAdam, learning_rate
+from hpcrl.engine.optim import learning_rate
+from hpcrl.engine.sharded_optimizer import dtypes_of, init_state
 
 
 def rates(total: int, **fields: object) -> list[float]:
     optim = OptimConfig(lr=1.0, **fields)
     return [learning_rate(step, optim, total) for step in range(total + 1)]
+
+
+def compact_adam(weights: list[torch.nn.Parameter], **dtypes: str) -> torch.optim.Optimizer:
+    """AdamW at a learning rate of 0.1 and a decay of 0.01, with moments of these dtypes."""
+    chosen = OptimConfig(betas=[0.9, 0.95], **dtypes).chosen()
+    adam = chosen.make([{"params": weights, "lr": 0.1, "weight_decay": 0.01}], set())
+    init_state(adam, dict.fromkeys(weights, dtypes_of(chosen, is_matrix=False)), counts=True)
+    return adam
 
 
 def test_constant_after_linear_warm_up():
@@ -43,12 +53,8 @@ def test_moments_are_those_of_fp32_rounded_after_each_step():
     """Against the formulas of AdamW (Loshchilov and Hutter, 2019), in fp64 but for the rounding."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(1000))
-    adam = CompactAdam(
-        [weight], lr=0.1, betas=(0.9, 0.95), eps=1e-8, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.float32
-    )
+    adam = compact_adam([weight], exp_avg_dtype="bfloat16")
     state = adam.state[weight]
-    state["step"] = torch.zeros(())
-    state |= {name: torch.zeros(1000, dtype=dtype) for name, dtype in adam.dtypes.items()}
     expected, first, second = weight.detach().double(), torch.zeros(1000).double(), torch.zeros(1000).double()
     for step in (1, 2, 3):
         weight.grad = torch.randn(1000)
@@ -60,21 +66,16 @@ def test_moments_are_those_of_fp32_rounded_after_each_step():
         adam.step()
         assert (state["exp_avg"].double() - first).abs().max() <= 2**-8 * first.abs().max()
         torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=2e-3)
-    assert {name: state[name].dtype for name in MOMENTS} == adam.dtypes
+    assert [state[name].dtype for name in MOMENTS] == [torch.bfloat16, torch.float32]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_tensors_at_once_have_the_bits_of_one_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
-    monkeypatch.setattr("hpcrl.engine.optim.ELEMENTS_IN_CACHE", 100)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_tensors_at_once_have_the_bits_of_one_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: str):
+    monkeypatch.setattr("hpcrl.algorithms.optimizers.adamw.ELEMENTS_IN_CACHE", 100)
     torch.manual_seed(0)
     shapes = [(64,), (5, 7), (1,), (40, 50), (0,), (3, 3)]  # in batches of 3, 1 and 2
     weights = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    adam = CompactAdam(
-        weights, lr=0.1, betas=(0.9, 0.95), eps=1e-8, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=dtype
-    )
-    for weight in weights:
-        moments = {name: torch.zeros(weight.shape, dtype=kept) for name, kept in adam.dtypes.items()}
-        adam.state[weight] = {"step": torch.zeros(()), **moments}
+    adam = compact_adam(weights, exp_avg_dtype="bfloat16", exp_avg_sq_dtype=dtype)
     expected = [
         (weight.detach().clone(), *(each.clone() for each in adam.state[weight].values())) for weight in weights
     ]

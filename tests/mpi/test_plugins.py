@@ -65,6 +65,45 @@ def scaled(token_level_rewards, response_mask, *, params):
 """
 
 
+OPTIMIZER = """
+from dataclasses import dataclass
+
+from hpcrl.api import Optimizer, param, register_optimizer
+
+
+@dataclass(frozen=True)
+class Signs:
+    scale: float = param(1.0, gt=0, help="factor of the learning rate")
+
+
+@register_optimizer("signs", params=Signs)
+class SignDescent(Optimizer):
+    def state(self, *, is_matrix):
+        return {"last": "float32"} if is_matrix else {}
+
+    def step(self, groups, state, matrices):
+        for group in groups:
+            for weight in group["params"]:
+                weight -= group["lr"] * self.params.scale * weight.grad.sign()
+                if weight in matrices:
+                    state[weight]["last"].copy_(weight.grad)
+"""
+
+
+def test_a_job_runs_with_an_optimizer_of_a_plugin(world: Any, lab: Lab) -> None:
+    file = lab.folder / "signs.py"
+    if world.rank == 0:
+        file.write_text(OPTIMIZER)
+    world.barrier()
+    found = []
+    for lr, scale in ((1e-3, 1.0), (2e-3, 0.5), (1e-3, 2.0)):
+        optim = {"optimizer": "signs", "lr": lr, "signs": {"scale": scale}}
+        sft = {"batch_size": 8, "total_training_steps": 2, "eval_freq": -1, "optim": optim}
+        run = lab.run_sft(f"signs_{lr}_{scale}", run={"plugins": [str(file)]}, sft=sft)
+        found.append([row["train/loss"] for row in metrics(run).values()])
+    assert found[0] == found[1] != found[2]
+
+
 def test_a_job_runs_with_the_parameters_of_a_plugin(world: Any, lab: Lab) -> None:
     file = lab.folder / "sharp.py"
     if world.rank == 0:

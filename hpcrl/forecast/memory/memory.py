@@ -327,6 +327,8 @@ class TrainingPlan:
         if phase.work is not None and phase.role in place.stages:
             stage, work = place.stages[phase.role], phase.work
             activations, logits = work.training(stage) if phase.kind == "train" else work.forward(stage)
+            if phase.kind == "train":  # the optimizer's step begins when the passes have freed theirs
+                activations = max(activations, self.models[phase.role].update(stage) - logits)
             activations -= work.gathered()
         activations += max(gathered, default=0)
         return Row(phase.name, place, parameters, gradients, optimizer, activations, logits, kv_cache, buffers)

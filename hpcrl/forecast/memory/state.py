@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from hpcrl.algorithms.optimizers.optimizer import Optimizer
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import HOST_BLOCK, Part
 from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
@@ -23,6 +24,8 @@ PARAMETER_MULTIPLE = 64
 BUCKET_MULTIPLE = 128
 FP32 = 4
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
+# Tensors in fp32 of a projection's update, of its size and of the square of its shorter side.
+WORK_MATRICES, WORK_SQUARES = 3, 2
 
 
 class State(NamedTuple):
@@ -58,14 +61,14 @@ class Bucket(NamedTuple):
 
     start: int
     end: int
-    parameters: tuple[tuple[int, int], ...]  # first and behind the last element of each
+    parameters: tuple[tuple[int, int, int], ...]  # first and behind the last element of each, bytes per element
 
-    def owned(self, replica: int, replicas: int) -> list[int]:
-        """Elements of each parameter that belong to a replica's part of the optimizer."""
+    def owned(self, replica: int, replicas: int) -> list[tuple[int, int]]:
+        """Elements of each parameter that belong to a replica's part of the optimizer, and bytes per element."""
         size = (self.end - self.start) // replicas
         first = self.start + replica * size
-        parts = (min(end, first + size) - max(start, first) for start, end in self.parameters)
-        return [part for part in parts if part > 0]
+        parts = ((min(end, first + size) - max(start, first), each) for start, end, each in self.parameters)
+        return [(part, each) for part, each in parts if part > 0]
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,19 @@ class RoleModel:
     def is_trained(self, shard: Shard) -> bool:
         return self.optim is not None and not shard.is_frozen and (self.lora is None or is_adapter(shard.name))
 
+    @cached_property
+    def chosen(self) -> Optimizer | None:
+        return None if self.optim is None else self.optim.chosen()
+
+    def kept(self, shard: Shard) -> int:
+        """Bytes per element that an optimizer keeps of a trained parameter: its state, and a copy in fp32."""
+        assert self.chosen is not None
+        state = self.chosen.state(is_matrix=shard.is_matrix and self.chosen.is_sharded)
+        return sum(ITEMSIZE[dtype] for dtype in state.values()) + FP32 * (self._itemsize(shard) < FP32)
+
     def state(self, stage: int, rank: int | None = None) -> State:
         """State of a rank of a stage: of `rank`, or the largest one."""
-        if self.optim is None or self.optim.optimizer != "adam":
+        if self.chosen is None or not self.chosen.is_sharded:
             return self._undivided(stage)
         frozen = [shard for shard in self.shards(stage) if not self.is_trained(shard)]
         numel = dict.fromkeys((FP32, self.itemsize), 0)
@@ -108,9 +121,30 @@ class RoleModel:
         places = {(dense.dp * self.layout.cp + dense.cp, expert.edp) for dense, expert in coords}
         if not self.shape.num_experts:
             places = {(dense, 0) for dense, _ in places}
-        most = max(sum(buffer.adam(place[buffer.is_expert]) for buffer in buffers) for place in places)
+        most = max(sum(buffer.divided(place[buffer.is_expert]) for buffer in buffers) for place in places)
         scalars = len({buffer.is_expert for buffer in buffers}) * self._scalars
         return State(parameters, FP32 * sum(numel.values()), most + scalars, scalars)
+
+    def update(self, stage: int) -> int:
+        """Bytes that an optimizer's step takes besides its state: where it needs whole matrices, this rank's ranges of
+        them or the matrices that it updates, twice in fp32, and the work on the largest matrix."""
+        if self.chosen is None or not self.chosen.operations(1, 1):
+            return 0
+        most = 0
+        for is_expert in (False, True):
+            replicas = self.layout.edp if is_expert else self.layout.dp * self.layout.cp
+            own = [
+                it for it in self.shards(stage) if it.is_matrix and self.is_trained(it) and it.is_expert == is_expert
+            ]
+            if own:
+                ranges = sum(math.prod(shard.local_shape) for shard in own) // replicas
+                largest = max(own, key=lambda shard: math.prod(shard.global_shape))
+                rows, cols = largest.global_shape
+                blocks, each = largest.projection_rows(rows)
+                outer = blocks * max(each.values())
+                work = rows * cols + WORK_MATRICES * outer * cols + WORK_SQUARES * min(outer, cols) ** 2
+                most = max(most, FP32 * (2 * max(ranges, rows * cols) + work))
+        return most
 
     def merged(self, stage: int) -> int:
         """Bytes to merge adapters, one matrix at a time: in fp32, and rounded."""
@@ -126,7 +160,7 @@ class RoleModel:
         return largest * (FP32 + (self.itemsize if self.itemsize < FP32 else 0))
 
     def _undivided(self, stage: int) -> State:
-        """State of a frozen model, or under SGD, which every replica holds completely."""
+        """State of a frozen model, or of an optimizer of which every replica holds all."""
         parameters = gradients = optimizer = 0
         parts = set()
         for shard in self.shards(stage):
@@ -134,18 +168,17 @@ class RoleModel:
             parameters += numel * itemsize
             if self.optim is not None and self.is_trained(shard):
                 gradients += numel * FP32
-                copies = (itemsize < FP32) + (self.optim.momentum > 0)
-                optimizer += numel * FP32 * copies
+                optimizer += numel * self.kept(shard)
                 parts.add(shard.is_expert)
         scalars = len(parts) * self._scalars
         return State(parameters, gradients, optimizer + scalars, scalars)
 
     @property
     def _scalars(self) -> int:
-        """Bytes of a loss scale and, with Adam in fp32, an overflow flag."""
-        if self.optim is None:
+        """Bytes of a loss scale and, of a sharded optimizer in fp32, an overflow flag."""
+        if self.chosen is None:
             return 0
-        return 8 if self.optim.optimizer == "adam" and self.itemsize == FP32 else 4
+        return 8 if self.chosen.is_sharded and self.itemsize == FP32 else 4
 
     def _itemsize(self, shard: Shard) -> int:
         return FP32 if shard.name in SCALAR_HEADS.values() else self.itemsize
@@ -168,13 +201,10 @@ class _Buffer:
     is_expert: bool
     replicas: int
 
-    def adam(self, replica: int) -> int:
-        """Bytes of two moments and a step counter per parameter, and of a copy in fp32 of other weights."""
-        optim = self.model.optim
-        assert optim is not None
+    def divided(self, replica: int) -> int:
+        """Bytes of a replica's state, with a step counter per parameter and a copy in fp32 of other weights."""
         owned = [part for bucket in self.buckets for part in bucket.owned(replica, self.replicas)]
-        moments = ITEMSIZE[optim.exp_avg_dtype] + ITEMSIZE[optim.exp_avg_sq_dtype]
-        return sum(owned) * (moments + FP32 * (self.itemsize < FP32)) + FP32 * len(owned)
+        return sum(numel * each for numel, each in owned) + FP32 * len(owned)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -182,7 +212,7 @@ class _Buffer:
         shape, pp = self.model.shape, self.model.layout.pp
         may_be_tied = shape.tie_word_embeddings and self.model.head == "lm" and pp > 1
         made: list[Bucket] = []
-        inside: list[tuple[int, int]] = []
+        inside: list[tuple[int, int, int]] = []
         start = place = 0
 
         def close() -> None:
@@ -196,7 +226,7 @@ class _Buffer:
             is_tied = may_be_tied and "word_embeddings" in shard.name
             if is_tied and inside:
                 close()
-            inside.append((place, place + math.prod(shard.local_shape)))
+            inside.append((place, place + math.prod(shard.local_shape), self.model.kept(shard)))
             place = inside[-1][1]
             if is_tied:
                 close()
@@ -265,10 +295,10 @@ def _numel(model: RoleModel, *, trained: bool = False) -> int:
 
 
 def _saved(model: RoleModel) -> int:
-    """Bytes of a saved model. Adam: the weights, a copy in fp32, two moments; SGD: those of them that it has."""
-    assert model.optim is not None
-    if model.optim.optimizer == "adam":
-        state = FP32 + ITEMSIZE[model.optim.exp_avg_dtype] + ITEMSIZE[model.optim.exp_avg_sq_dtype]
-    else:
-        state = FP32 * ((model.itemsize < FP32) + (model.optim.momentum > 0))
-    return _numel(model) * model.itemsize + _numel(model, trained=True) * state
+    """Bytes of a saved model: the weights, and what the optimizer has; a sharded one also has fp32 weights."""
+    assert model.chosen is not None
+    found = _numel(model) * model.itemsize
+    for shard in filter(model.is_trained, shards(model.shape, head=model.head, lora=model.lora)):
+        copy = FP32 * (model.chosen.is_sharded and model._itemsize(shard) == FP32)
+        found += math.prod(shard.global_shape) * (model.kept(shard) + copy)
+    return found

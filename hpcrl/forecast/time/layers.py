@@ -9,6 +9,7 @@ hold them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -78,7 +79,7 @@ class Matrix(NamedTuple):
 class Layer:
     """A rank's part of a layer. experts: the matrices of one expert, of which the rank has `num_experts`. adapters:
     those of dense matrices; low-rank products of experts are small beside them. parameters, expert_parameters: numbers
-    of all weights. trained: of adapters."""
+    of all weights; in_matrices: of those in matrices, besides experts. trained: of adapters."""
 
     attention: tuple[Matrix, ...]
     mlp: tuple[Matrix, ...]
@@ -88,6 +89,7 @@ class Layer:
     parameters: int
     expert_parameters: int
     trained: int
+    in_matrices: int
 
 
 @lru_cache(maxsize=512)
@@ -97,10 +99,11 @@ def layer_of(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool, lora: 
     found = [shard for shard in shards(one, layout, 0, lora=lora) if ".layers.0." in shard.name]
     attention, mlp, adapters = [], [], []
     of_experts: list[list[Matrix]] = []
-    parameters = expert_parameters = trained = 0
+    parameters = expert_parameters = trained = in_matrices = 0
     for shard in found:
         numel = math.prod(shard.local_shape)
         trained += numel * is_adapter(shard.name)
+        in_matrices += numel * (shard.is_matrix and not shard.is_expert)
         if shard.is_expert:
             expert_parameters += numel
         else:
@@ -128,7 +131,30 @@ def layer_of(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool, lora: 
         parameters,
         expert_parameters,
         trained,
+        in_matrices,
     )
+
+
+class Projections(NamedTuple):
+    """Matrices of one size, (rows, cols) as the Hugging Face file has them, that a layer has `number` of."""
+
+    rows: int
+    cols: int
+    number: int
+    is_expert: bool
+
+
+@lru_cache(maxsize=512)
+def projections_of(shape: ModelShape, is_moe: bool) -> tuple[Projections, ...]:
+    """The matrices of a whole layer."""
+    one = replace(shape, num_layers=1, vision=None, dense_layers=(0,) if shape.num_experts and not is_moe else ())
+    found: Counter[tuple[int, int, bool]] = Counter()
+    for shard in shards(one):
+        if shard.is_matrix:
+            rows, cols = shard.global_shape
+            blocks, each = shard.projection_rows(rows)
+            found.update((blocks * own, cols, shard.is_expert) for own in each.values())
+    return tuple(Projections(rows, cols, number, is_expert) for (rows, cols, is_expert), number in found.items())
 
 
 class Stage(NamedTuple):
@@ -152,12 +178,14 @@ def stages_of(num_layers: int, moe_layers: tuple[int, ...], pp: int, vpp: int) -
 
 
 class Numbers(NamedTuple):
-    """Numbers of weights of a rank: all, of them those of experts, and those that training changes."""
+    """Numbers of weights of a rank: all, of them those of experts, and those that training changes; in_matrices: of
+    dense layers' matrices among them, while all trained weights of experts are in matrices."""
 
     dense: int
     experts: int
     trained_dense: int
     trained_experts: int
+    in_matrices: int = 0
 
     @property
     def all(self) -> int:
@@ -178,14 +206,17 @@ def numbers_of(
     if stage.is_last:
         is_shared = shape.tie_word_embeddings and stage.is_first
         dense += shape.hidden_size if head in SCALAR_HEADS else 0 if is_shared else vocabulary
-    experts = trained = 0
+    experts = trained = in_matrices = 0
     for count, is_moe in ((stage.dense, False), (stage.moe, True)):
         if count:
             layer = layer_of(shape, tp, ep, etp, is_moe, lora)
             dense += count * layer.parameters
             experts += count * layer.expert_parameters
             trained += count * layer.trained
-    return Numbers(dense, experts, dense, experts) if lora is None else Numbers(dense, experts, trained, 0)
+            in_matrices += count * layer.in_matrices
+    if lora is not None:
+        return Numbers(dense, experts, trained, 0)
+    return Numbers(dense, experts, dense, experts, in_matrices)
 
 
 LOAD_METRIC = "actor/moe_load_imbalance/mean"

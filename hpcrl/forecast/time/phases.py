@@ -164,10 +164,8 @@ class JobTimes:
         return forward_cost(model, self.passes(phase), self.lengths) + self.copied(phase, self._away(phase))
 
     def _update(self, phase: Phase) -> Cost:
-        optim = self.job.models[phase.role].optim
-        assert optim is not None
         model, config = self.pass_model(phase.role, phase), self.job.config
-        optimizer, ddp = Optimizer.of(optim, model.units.itemsize), config.model.ddp
+        optimizer, ddp = Optimizer.of(self.job.models[phase.role], model.units.itemsize), config.model.ddp
         overlaps = self.on_gpu and model.layout.dp * model.layout.cp > 1
         reduces = overlaps if ddp.overlap_grad_reduce is None else ddp.overlap_grad_reduce
         may_gather = overlaps and optimizer.is_divided and model.lora is None
@@ -198,7 +196,7 @@ class JobTimes:
 
     def _optimizer(self, role: str) -> Optimizer | None:
         model = self.job.models[role]
-        return None if model.optim is None else Optimizer.of(model.optim, model.itemsize)
+        return None if model.optim is None else Optimizer.of(model, model.itemsize)
 
     # generation
 

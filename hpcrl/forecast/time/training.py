@@ -8,18 +8,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpcrl.algorithms.optimizers.optimizer import Optimizer as OptimizerKind
 from hpcrl.batch.packing import micro_batches
-from hpcrl.config.schema import OptimConfig
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
 from hpcrl.forecast.time.collectives import Group, group_of
 from hpcrl.forecast.time.cost import NOTHING, Cost
-from hpcrl.forecast.time.layers import Numbers, numbers_of, stages_of
+from hpcrl.forecast.time.layers import Numbers, numbers_of, projections_of, stages_of
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import Micro, PassModel, evenness, pipelined
+from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.layout import ROW_MULTIPLE
 
 PACKED = 256  # sequences that are packed one by one; more are taken to need micro-batches in proportion
-OPTIMIZER_OPERATORS = 100  # gradients' norm and Adam, counted as in `hpcrl.forecast.time.layers`
+OPTIMIZER_OPERATORS = 100  # gradients' norm and AdamW, counted as in `hpcrl.forecast.time.layers`
 
 
 class Packing(NamedTuple):
@@ -102,27 +103,61 @@ def _waiting(found: Cost, passes: Passes, lengths: Lengths, dp: int) -> Cost:
 
 
 class Optimizer(NamedTuple):
-    """state: bytes of a trained weight, besides the weight itself; is_divided: over replicas, as Adam's is."""
+    """state: bytes of a trained weight, besides the weight itself; is_divided: over replicas. of_matrix: bytes in place
+    of `state` of a weight in a matrix of a layer. operations: of the whole matrices of a dense layer, of one with
+    experts, and of its experts; 0 if it computes on elements only. largest: of one matrix."""
 
     state: int
     is_divided: bool
     clips: bool
+    of_matrix: int | None = None
+    operations: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    largest: float = 0.0
 
     @classmethod
-    def of(cls, optim: OptimConfig, itemsize: int) -> Optimizer:
-        copy, is_adam = FP32 * (itemsize < FP32), optim.optimizer == "adam"
-        moments = ITEMSIZE[optim.exp_avg_dtype] + ITEMSIZE[optim.exp_avg_sq_dtype]
-        return cls(copy + (moments if is_adam else FP32 * (optim.momentum > 0)), is_adam, optim.clip_grad > 0)
+    def of(cls, model: RoleModel, itemsize: int) -> Optimizer:
+        """itemsize: bytes of a weight."""
+        assert model.optim is not None and model.chosen is not None
+        chosen, copy = model.chosen, FP32 * (itemsize < FP32)
+        is_divided = chosen.is_sharded
+        state, of_matrix = (
+            copy + sum(ITEMSIZE[dtype] for dtype in chosen.state(is_matrix=each and is_divided).values())
+            for each in (False, True)
+        )
+        return cls(state, is_divided, model.optim.clip_grad > 0, of_matrix, *_operations(model.shape, chosen))
 
     def nbytes(self, numbers: Numbers, dense: int = 1, experts: int = 1) -> float:
         """Of a rank; dense, experts: replicas of dense weights and of experts."""
-        return self.state * self.own(numbers, dense, experts)
+        of_matrix = self.state if self.of_matrix is None else self.of_matrix
+        others = (of_matrix - self.state) * self.in_matrices(numbers, dense, experts)
+        return self.state * self.own(numbers, dense, experts) + others
 
     def own(self, numbers: Numbers, dense: int, experts: int) -> float:
         """Weights that a rank updates."""
         if not self.is_divided:
             return float(numbers.trained)
         return numbers.trained_dense / dense + numbers.trained_experts / experts
+
+    def in_matrices(self, numbers: Numbers, dense: int, experts: int) -> float:
+        """Those of `own` in matrices of layers."""
+        if not self.is_divided:
+            return float(numbers.in_matrices + numbers.trained_experts)
+        return numbers.in_matrices / dense + numbers.trained_experts / experts
+
+
+def _operations(shape: ModelShape, chosen: OptimizerKind) -> tuple[tuple[float, float, float], float]:
+    """`Optimizer.operations` and `Optimizer.largest`."""
+    if not chosen.operations(1, 1):
+        return (0.0, 0.0, 0.0), 0.0
+    kinds = [is_moe for is_moe in (False, True) if is_moe <= bool(shape.num_experts)]
+    found = {is_moe: projections_of(shape, is_moe) for is_moe in kinds}
+    largest = max(chosen.operations(it.rows, it.cols) for each in found.values() for it in each)
+
+    def sum_of(is_moe: bool, is_expert: bool) -> float:
+        every = (it for it in found.get(is_moe, ()) if it.is_expert == is_expert)
+        return sum(it.number * chosen.operations(it.rows, it.cols) for it in every)
+
+    return (sum_of(False, False), sum_of(True, False), sum_of(True, True)), largest
 
 
 def least_states(model: RoleModel) -> list[State]:
@@ -135,7 +170,7 @@ def least_states(model: RoleModel) -> list[State]:
         if optim is None:
             found.append(State(numbers.all * model.itemsize))
             continue
-        held = Optimizer.of(optim, model.itemsize).nbytes(numbers, layout.dp * layout.cp, layout.edp)
+        held = Optimizer.of(model, model.itemsize).nbytes(numbers, layout.dp * layout.cp, layout.edp)
         found.append(State(numbers.all * model.itemsize, numbers.trained * FP32, int(held)))
     return found
 
@@ -170,7 +205,7 @@ def _groups(model: PassModel) -> tuple[Group, Group]:
 
 
 def _replicas(model: PassModel, update: Update, backward: float, forward: float) -> Cost:
-    """Gradients in fp32 are reduced, and with Adam, whose state is divided over replicas, updated weights are gathered
+    """Gradients in fp32 are reduced, and if the optimizer is divided over replicas, updated weights are gathered
     (Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5). Where it overlaps with a micro-batch's passes, only
     what takes longer counts; what is reduced last cannot overlap: a stage's share of one layer."""
     dense, experts = _groups(model)
@@ -189,20 +224,42 @@ def _replicas(model: PassModel, update: Update, backward: float, forward: float)
 
 
 def _optimizer(model: PassModel, update: Update) -> Cost:
-    """Adam reads and writes the weights in fp32 and two moments, reads gradients, and writes weights, of a rank's
-    share; before it the gradients' norm is computed, and after it all gradients are set to zero. SGD has no shares."""
+    """An optimizer reads and writes the weights in fp32 and their state, reads gradients, and writes weights, of a
+    rank's share; before it the gradients' norm is computed, and after it all gradients are set to zero. One that is not
+    divided has no shares."""
     dense, experts = _groups(model)
     optimizer, itemsize = update.optimizer, model.units.itemsize
     whole = itemsize == FP32  # the weights themselves are what is updated
-    each = FP32 + 2 * (optimizer.state + FP32 * whole) + itemsize * (not whole) + FP32 * optimizer.clips
-    sizes = ((optimizer.own(it, dense.size, experts.size), it.trained) for it in model.numbers)
-    most = max(own * each + trained * FP32 for own, trained in sizes)
+    each = FP32 + 2 * FP32 * whole + itemsize * (not whole) + FP32 * optimizer.clips
+    sizes = (
+        (2 * optimizer.nbytes(it, dense.size, experts.size) + each * optimizer.own(it, dense.size, experts.size), it)
+        for it in model.numbers
+    )
+    most = max(nbytes + it.trained * FP32 for nbytes, it in sizes)
     norm = Cost(
         communication=model.network.all_reduce(
             FP32, group_of(model.layout, model.ranks_per_node, "tp", "cp", "dp", "pp")
         )
     )
-    return model.units.moved(most, OPTIMIZER_OPERATORS) + norm
+    return model.units.moved(most, OPTIMIZER_OPERATORS) + norm + _matrices(model, optimizer)
+
+
+def _matrices(model: PassModel, optimizer: Optimizer) -> Cost:
+    """Updates of whole matrices, divided over the ranks of a stage, none over several ranks; each rank's ranges are
+    sent to the owners of the matrices in fp32, and back."""
+    if not optimizer.largest:
+        return NOTHING
+    dense, experts = _groups(model)
+    ranks = group_of(model.layout, model.ranks_per_node, "tp", "cp", "dp")
+    most = NOTHING
+    for stage, numbers in zip(model.stages, model.numbers, strict=True):
+        of_dense, of_moe, of_experts = optimizer.operations
+        computed = max(optimizer.largest, (stage.dense * of_dense + stage.moe * of_moe) / ranks.size)
+        computed += max(optimizer.largest, stage.moe * of_experts / ranks.size) if stage.moe else 0.0
+        sent = FP32 * optimizer.in_matrices(numbers, dense.size, experts.size)
+        cost = Cost(products=computed / model.units.flops, communication=2.0 * model.network.all_to_all(sent, ranks))
+        most = max(most, cost, key=lambda cost: cost.seconds)
+    return most
 
 
 def copied_cost(model: PassModel, parts: tuple[str, ...], optimizer: Optimizer | None, host_copy: float) -> Cost:

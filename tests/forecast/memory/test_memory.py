@@ -52,6 +52,7 @@ ADAM, SGD, MOMENTUM = (
     OptimConfig(lr=1e-3, optimizer="sgd"),
     OptimConfig(lr=1e-3, optimizer="sgd", momentum=0.9),
 )
+MUON = OptimConfig(lr=1e-3, optimizer="muon")
 COMPACT = OptimConfig(exp_avg_dtype="bfloat16", betas=[0.9, 0.95], exp_avg_sq_dtype="bfloat16")
 
 
@@ -101,7 +102,7 @@ def host_order(model: RoleModel, stage: int) -> int:
     ["tp4pp3dp2"],
     shape=SHAPES,
     itemsize=(2, 4),
-    optim={"adam": ADAM, "frozen": None, "sgd": SGD, "momentum": MOMENTUM, "compact": COMPACT},
+    optim={"adam": ADAM, "frozen": None, "sgd": SGD, "momentum": MOMENTUM, "compact": COMPACT, "muon": MUON},
     layout=("pp2", "alone", "dp3", "pp2vpp2", "cp2dp2", "tp4pp3dp2"),
     head=HEADS,
 )
@@ -121,10 +122,24 @@ def test_weights_gradients_and_optimizer_are_the_live_bytes(
                 del engine
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_whole_matrices_of_a_step_are_the_live_bytes(itemsize: int) -> None:
+    model = RoleModel(SHAPE, LAYOUTS["alone"], "lm", itemsize, MUON)
+    with fake_rank(model.layout, 0) as groups, LiveBytes() as live:
+        engine = make_engine(model, groups)
+        engine.train(make_batch(), max_tokens=TOKENS, loss=loss)
+        resident = live.live()
+        live.restart_peak()
+        engine._step()
+        assert model.update(0) == pytest.approx(live.peak - resident, rel=0.1)
+        assert RoleModel(SHAPE, LAYOUTS["alone"], "lm", itemsize, ADAM).update(0) == 0
+        del engine
+
+
 @covering(
     shape={"tied": TIED, "latent_attention": DEEPSEEK},
     itemsize=(2, 4),
-    optim={"adam": ADAM, "compact": COMPACT, "sgd": SGD, "frozen": None},
+    optim={"adam": ADAM, "compact": COMPACT, "muon": MUON, "sgd": SGD, "frozen": None},
 )
 def test_offloaded_parts_are_where_they_were_planned(
     shape: ModelShape, itemsize: int, optim: OptimConfig | None
