@@ -14,6 +14,7 @@ from hpcrl.forecast.time.collectives import group_of
 from hpcrl.forecast.time.cost import NOTHING, Cost
 from hpcrl.forecast.time.lengths import Lengths, spread
 from hpcrl.forecast.time.passes import Micro, PassModel
+from hpcrl.model.blocks.block import blocks_of
 
 SIMULATED = 1024  # sequences of an engine that are scheduled one by one; of more, each stands for several
 GROUPS = 12  # decode steps with about equally many running sequences are computed together
@@ -81,24 +82,19 @@ class Engine:
         return model.forward(Micro(running, 0.0, 1.0, running))[0] + sampling + gathered
 
     def cached(self, sequences: float, lengths: Lengths) -> Cost:
-        """Attention over the KV cache, by the cached tokens that are read, each of which takes the larger of the time
-        of its bytes and that of its operations."""
-        shape, units, tp = self.model.shape, self.model.units, self.model.layout.tp
-        moving = kv_width(self.model) * units.itemsize / units.bandwidth
-        heads = shape.num_attention_heads / tp
-        width = heads * (shape.head_dim + shape.v_head_dim)
-        if shape.mla is not None:  # queries are mapped to the latent's width
-            width = heads * (2 * shape.mla.kv_lora_rank + shape.rope_dim)
-        computing = 2.0 * width / units.attended.flops
-        return Cost(attention=sequences * lengths.cached * shape.num_layers * max(moving, computing))
+        """Return the cost of attention over the KV cache. Reading a cached token takes the larger of the time of its
+        bytes and that of its operations."""
+        units, tp, seconds = self.model.units, self.model.layout.tp, 0.0
+        for block, count in blocks_of(self.model.shape.layers).items():
+            moving = block.cached_width(tp) * units.itemsize / units.bandwidth
+            computing = 2.0 * block.decode_width(tp) / units.attended.flops
+            seconds += sequences * lengths.cached * count * max(moving, computing)
+        return Cost(attention=seconds)
 
 
-def kv_width(model: PassModel) -> float:
-    """Numbers that a rank caches of a token and layer."""
-    shape = model.shape
-    if shape.mla is not None:
-        return shape.mla.kv_lora_rank + shape.rope_dim
-    return math.ceil(shape.num_query_groups / model.layout.tp) * 2 * shape.head_dim
+def cached_width(model: PassModel) -> int:
+    """Return the numbers of a token that a rank caches in all layers."""
+    return sum(count * block.cached_width(model.layout.tp) for block, count in blocks_of(model.shape.layers).items())
 
 
 @lru_cache(maxsize=1024)

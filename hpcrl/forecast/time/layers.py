@@ -1,39 +1,40 @@
-"""What a rank holds, multiplies and launches of each layer, of the head, and of a pipeline stage. From the shards.
+"""What a rank launches of each layer and of the head, and the weights of a pipeline stage.
 
 Operators are what PyTorch runs, views included: each takes a host's time, whatever it computes. Counted with
 `hpcrl.machine.measure_rank.CountOperators` on megatron-core's layers and on the native engine;
-tests/forecast/time/test_operators.py counts again. Tokens are divided unevenly over experts, and over the ranks that
-hold them.
+tests/forecast/time/test_operators.py counts again. Blocks have the operators of layers.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import NormalDist
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hpcrl.config.schema import Config
 from hpcrl.forecast.memory.memory import with_keys
-from hpcrl.model.params import SCALAR_HEADS, Head, chunk_layers, shards
-from hpcrl.model.shape import Lora, ModelShape, is_adapter
+from hpcrl.model.blocks.block import Layer
+from hpcrl.model.blocks.work import MicroBatch
+from hpcrl.model.params import SCALAR_HEADS, Head, chunk_layers
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
 
 
 class Operators(NamedTuple):
-    """launches: how much longer one of them takes than the operator of a plain layer that `device.launch` is. layer: of
-    a dense layer, and mixture of one with experts, besides `expert` for each expert of the rank. tensor_parallel,
-    context_parallel, adapter: more of them in a layer, `adapter` for each pair of LoRA's. batch: of a micro-batch
-    before its first layer, and with context parallelism `split` more. lm, scalar: of a head and what is computed from
-    its outputs. sequence: what a sequence of a micro-batch takes, in the time of so many."""
+    """The operators of one way to run a model.
 
+    `run` is the field of `hpcrl.model.blocks.work.Launches` that counts. One of these operators takes `launches` times
+    as long as the operator of a plain layer, which takes `device.launch`. Under tensor parallelism a layer has
+    `tensor_parallel` operators more, under context parallelism `context_parallel`, and `adapter` for each pair of
+    LoRA's matrices. A micro-batch has `batch` operators before its first layer, and `split` more with context
+    parallelism. `lm` and `scalar` are those of a head and of what is computed from its outputs. Each sequence of a
+    micro-batch takes the time of `sequence` operators.
+    """
+
+    run: Literal["forward", "training", "engine", "graph"]
     launches: float
-    layer: float
-    mixture: float
-    expert: float
-    qk_norm: float
     tensor_parallel: float
     context_parallel: float
     adapter: float
@@ -43,11 +44,14 @@ class Operators(NamedTuple):
     scalar: float
     sequence: float
 
-    def of_layer(self, layout: Layout, num_experts: float, adapters: int = 0, *, qk_norm: bool = False) -> float:
-        """num_experts: of the rank; 0: a dense layer. adapters: matrices, two for each pair."""
-        found = self.mixture + self.expert * num_experts if num_experts else self.layer
+    def of_layer(self, layer: Layer, batch: MicroBatch, num_adapters: int = 0) -> float:
+        """Return those of a layer with so many matrices of adapters."""
+        layout, found = batch.layout, 0.0
+        for block in layer.blocks:
+            for each, times in block.launches(batch):
+                found += times * getattr(each, self.run)
         found += self.tensor_parallel * (layout.tp > 1) + self.context_parallel * (layout.cp > 1)
-        return found + self.adapter * adapters / 2 + self.qk_norm * qk_norm
+        return found + self.adapter * num_adapters / 2
 
     def of_batch(self, layout: Layout) -> float:
         return self.batch + self.split * (layout.cp > 1)
@@ -59,93 +63,32 @@ class Operators(NamedTuple):
 # Measured on a Xeon, with so few tokens that nothing else counts: an operator of a plain layer takes 4 to 6 us, of
 # megatron-core's modules 15 to 19 us without gradients and 15 to 26 us with them, of the native engine 7 us and 0.1 ms
 # per sequence and step.
-FORWARD = Operators(3.5, 82, 135, 9.75, 10, 6, 30, 8, 75, 70, 39, 10, 0)  # without gradients
-TRAINING = Operators(4.2, 211, 305, 30, 56, 20, 65, 24, 83, 70, 100, 56, 0)  # forward and backward, with gradients
-ENGINE = Operators(1.6, 55, 64, 8, 8, 5, 0, 0, 0, 0, 70, 0, 15)  # of the native engine; lm: with sampling
-GRAPH = Operators(1.0, 13, 19, 0, 1, 2, 0, 0, 0, 0, 18, 0, 0)  # kernels of an engine's decode step in a CUDA graph
-
-
-class Matrix(NamedTuple):
-    """A weight that multiplies rows of `inner` numbers into rows of `outer`."""
-
-    inner: int
-    outer: int
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A rank's part of a layer. experts: the matrices of one expert, of which the rank has `num_experts`. adapters:
-    those of dense matrices; low-rank products of experts are small beside them. parameters, expert_parameters: numbers
-    of all weights. trained: of adapters."""
-
-    attention: tuple[Matrix, ...]
-    mlp: tuple[Matrix, ...]
-    experts: tuple[Matrix, ...]
-    adapters: tuple[Matrix, ...]
-    num_experts: int
-    parameters: int
-    expert_parameters: int
-    trained: int
-
-
-@lru_cache(maxsize=512)
-def layer_of(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool, lora: Lora | None = None) -> Layer:
-    one = replace(shape, num_layers=1, vision=None, dense_layers=(0,) if shape.num_experts and not is_moe else ())
-    layout = Layout(tuple(range(math.lcm(tp, ep * etp))), tp=tp, ep=ep, etp=etp)
-    found = [shard for shard in shards(one, layout, 0, lora=lora) if ".layers.0." in shard.name]
-    attention, mlp, adapters = [], [], []
-    of_experts: list[list[Matrix]] = []
-    parameters = expert_parameters = trained = 0
-    for shard in found:
-        numel = math.prod(shard.local_shape)
-        trained += numel * is_adapter(shard.name)
-        if shard.is_expert:
-            expert_parameters += numel
-        else:
-            parameters += numel
-        if len(shard.local_shape) != 2:
-            continue
-        matrix = Matrix(shard.local_shape[1], shard.local_shape[0])
-        if is_adapter(shard.name):
-            if not shard.is_expert:
-                adapters.append(matrix)
-        elif shard.is_expert:
-            if shard.name.endswith("linear_fc1.weight"):
-                of_experts.append([])
-            of_experts[-1].append(matrix)
-        elif ".self_attention." in shard.name:
-            attention.append(matrix)
-        else:
-            mlp.append(matrix)
-    return Layer(
-        tuple(attention),
-        tuple(mlp),
-        tuple(of_experts[0]) if of_experts else (),
-        tuple(adapters),
-        len(of_experts),
-        parameters,
-        expert_parameters,
-        trained,
-    )
+FORWARD = Operators("forward", 3.5, 6, 30, 8, 75, 70, 39, 10, 0)
+TRAINING = Operators("training", 4.2, 20, 65, 24, 83, 70, 100, 56, 0)
+ENGINE = Operators("engine", 1.6, 5, 0, 0, 0, 0, 70, 0, 15)  # lm: with sampling
+GRAPH = Operators("graph", 1.0, 2, 0, 0, 0, 0, 18, 0, 0)
 
 
 class Stage(NamedTuple):
-    """A pipeline stage: its layers without and with experts, whether it has the embedding, and the head."""
+    """A pipeline stage: how many layers of each kind it has, and whether it has the embedding, and the head."""
 
-    dense: int
-    moe: int
+    layers: tuple[tuple[Layer, int], ...]
     is_first: bool
     is_last: bool
 
+    @property
+    def num_layers(self) -> int:
+        return sum(count for _, count in self.layers)
+
 
 @lru_cache(maxsize=512)
-def stages_of(num_layers: int, moe_layers: tuple[int, ...], pp: int, vpp: int) -> tuple[Stage, ...]:
-    """The stages of a pipeline; of an interleaved one, with the layers of all chunks of a stage."""
-    experts, found = set(moe_layers), []
+def stages_of(shape: ModelShape, pp: int = 1, vpp: int = 1) -> tuple[Stage, ...]:
+    """Return the stages of a pipeline; of an interleaved one, with the layers of all chunks of a stage."""
+    found = []
     for stage in range(pp):
-        layers = [layer for chunk in range(vpp) for layer in chunk_layers(num_layers, stage, pp, chunk, vpp)]
-        moe = sum(layer in experts for layer in layers)
-        found.append(Stage(len(layers) - moe, moe, stage == 0, stage == pp - 1))
+        chunks = (chunk_layers(shape.num_layers, stage, pp, chunk, vpp) for chunk in range(vpp))
+        counts = Counter(shape.layers[number] for chunk in chunks for number in chunk)
+        found.append(Stage(tuple(counts.items()), stage == 0, stage == pp - 1))
     return tuple(found)
 
 
@@ -170,19 +113,19 @@ class Numbers(NamedTuple):
 def numbers_of(
     shape: ModelShape, stage: Stage, tp: int, ep: int, etp: int, head: Head = "lm", lora: Lora | None = None
 ) -> Numbers:
-    """The weights of a stage's rank; a vision tower and the final norm are left out."""
+    """Return the weights of a stage's rank, without a vision tower and the final norm."""
     vocabulary = shape.padded_vocab_size // tp * shape.hidden_size
     dense = vocabulary * stage.is_first
     if stage.is_last:
         is_shared = shape.tie_word_embeddings and stage.is_first
         dense += shape.hidden_size if head in SCALAR_HEADS else 0 if is_shared else vocabulary
     experts = trained = 0
-    for count, is_moe in ((stage.dense, False), (stage.moe, True)):
-        if count:
-            layer = layer_of(shape, tp, ep, etp, is_moe, lora)
-            dense += count * layer.parameters
-            experts += count * layer.expert_parameters
-            trained += count * layer.trained
+    layout = Layout(tuple(range(math.lcm(tp, ep * etp))), tp=tp, ep=ep, etp=etp)
+    for layer, count in stage.layers:
+        for part in layer.parts(layout, lora):
+            dense += count * part.numel * (not part.is_expert)
+            experts += count * part.numel * part.is_expert
+            trained += count * part.numel * part.is_adapter
     return Numbers(dense, experts, dense, experts) if lora is None else Numbers(dense, experts, trained, 0)
 
 
@@ -195,28 +138,3 @@ def with_measured_load(config: Config, row: Mapping[str, float]) -> Config:
     if imbalance is None or not math.isfinite(imbalance):
         return config
     return with_keys(config, {"model.moe.load_imbalance": max(1.0, round(imbalance, 1))})
-
-
-def fullest_rank(ranks: int, num_experts: int, imbalance: float) -> float:
-    """Tokens of the expert-parallel rank with most, as a multiple of the mean. imbalance: of the expert with most.
-
-    Experts' loads are taken to be independent and normal, so that the largest of n is m(n) standard deviations above
-    the mean, with m(n) the normal quantile at (n - 3/8) / (n + 1/4) (Blom 1958). The mean of a rank's k experts has a
-    standard deviation that is smaller by the square root of k.
-    """
-    if ranks < 2 or imbalance <= 1.0:
-        return 1.0
-    narrower = _largest(ranks) / _largest(num_experts) / math.sqrt(num_experts / ranks)
-    return min(float(ranks), 1.0 + (imbalance - 1.0) * narrower)
-
-
-def _largest(count: int) -> float:
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-
-
-def most_of(ranks: int, balls: float) -> float:
-    """Largest share of a rank as a multiple of the mean, of `balls` that are thrown at random:
-    1 + sqrt(2 ln(n) (n - 1) / balls) (Raab and Steger 1998, theorem 1, the case of many balls)."""
-    if ranks < 2 or balls <= 0:
-        return 1.0
-    return min(float(ranks), 1.0 + math.sqrt(2.0 * math.log(ranks) * (ranks - 1) / balls))

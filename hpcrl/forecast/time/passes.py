@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hpcrl.forecast.memory.activations import INT64
-from hpcrl.forecast.memory.state import FP32
 from hpcrl.forecast.time.collectives import Group, Network, group_of
 from hpcrl.forecast.time.cost import NOTHING, Cost, Units
 from hpcrl.forecast.time.layers import (
     FORWARD,
     TRAINING,
-    Layer,
-    Matrix,
     Numbers,
     Operators,
     Stage,
-    fullest_rank,
-    layer_of,
-    most_of,
     numbers_of,
     stages_of,
 )
+from hpcrl.model.blocks.block import Block, Layer, matrices
+from hpcrl.model.blocks.work import FP32, Matrix, MicroBatch, Products
 from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
@@ -74,7 +69,7 @@ class PassModel:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        return stages_of(self.shape.num_layers, self.shape.moe_layers, self.layout.pp, self.layout.vpp)
+        return stages_of(self.shape, self.layout.pp, self.layout.vpp)
 
     @cached_property
     def numbers(self) -> tuple[Numbers, ...]:
@@ -83,211 +78,81 @@ class PassModel:
         return _numbers(self.shape, self.stages, layout.tp, layout.ep, layout.etp, self.head, self.lora)
 
     @cached_property
-    def _tp(self) -> Group:
+    def tp_group(self) -> Group:
         return group_of(self.layout, self.ranks_per_node, "tp")
 
-    def layer(self, is_moe: bool) -> Layer:
-        layout = self.layout
-        return layer_of(self.shape, layout.tp, layout.ep, layout.etp, is_moe, self.lora)
-
     def forward(self, micro: Micro) -> list[Cost]:
-        """Of each stage, of a pass without gradients."""
-        each = {is_moe: self._forward_layer(is_moe, micro) for is_moe in (False, True) if self._has(is_moe)}
+        """Return the cost of a pass without gradients on each stage."""
+        layers = self._layers(micro)
 
         def cost(stage: Stage) -> Cost:
-            found = self._of_stage(stage, each) + self._ends(stage, micro, trains=False)
-            return self._launched(found, stage, micro, self.operators)
+            found = _of_stage(stage, layers.forward) + self._ends(stage, micro, trains=False)
+            return self._launched(found, stage, layers, self.operators)
 
         return self._of_stages(cost)
 
     def training(self, micro: Micro) -> list[Cost]:
-        """Of each stage, of a forward and a backward pass, with what it computes again."""
-        each = {is_moe: self._training_layer(is_moe, micro) for is_moe in (False, True) if self._has(is_moe)}
-        again = {is_moe: self._again(is_moe, micro) for is_moe in each}
+        """Return the cost of a forward and a backward pass on each stage, with what is recomputed."""
+        layers = self._layers(micro)
 
         def cost(stage: Stage) -> Cost:
-            found = self._of_stage(stage, each) + self._of_stage(stage, again) * self._share_again(stage)
-            return self._launched(found + self._ends(stage, micro, trains=True), stage, micro, TRAINING)
+            found = _of_stage(stage, layers.training) + _of_stage(stage, layers.again) * self._share_again(stage)
+            return self._launched(found + self._ends(stage, micro, trains=True), stage, layers, TRAINING)
 
         return self._of_stages(cost)
 
+    def _layers(self, micro: Micro) -> LayerCosts:
+        fixed = self.units.itemsize, self.sequence_parallel, self.lora
+        tokens: Any = micro.tokens  # a mean
+        return LayerCosts(self, micro, MicroBatch(self.layout, tokens, *fixed, load_imbalance=self.load_imbalance))
+
     def _of_stages(self, cost: Callable[[Stage], Cost]) -> list[Cost]:
-        """Of each stage; those that are alike are computed once."""
+        """Return the cost of each stage. Equal stages are computed once."""
         costs = {stage: cost(stage) for stage in {*self.stages}}
         return [costs[stage] for stage in self.stages]
 
-    def _launched(self, cost: Cost, stage: Stage, micro: Micro, operators: Operators) -> Cost:
-        """With the host's time for all operators of a micro-batch, in place of those that `cost` has. A GPU's host is
-        ahead of it, so that only what takes longer than the GPU's work counts."""
+    def _launched(self, cost: Cost, stage: Stage, layers: LayerCosts, operators: Operators) -> Cost:
+        """Return the cost with the host's time for all operators of a micro-batch, in place of those that it has. A
+        GPU's host is ahead of it, so that only what takes longer than the GPU's work counts."""
+        micro, batch = layers.micro, layers.batch
         count = operators.of_batch(self.layout) + operators.of_head(self.head) * stage.is_last
         count += operators.sequence * micro.tokens / micro.length
-        for layers, is_moe in ((stage.dense, False), (stage.moe, True)):
-            if layers:
-                found = self.layer(is_moe)
-                experts = min(found.num_experts, micro.tokens * self.shape.moe_topk)  # that have tokens
-                qk_norm = self.shape.qk_norm
-                each = operators.of_layer(self.layout, experts, len(found.adapters), qk_norm=qk_norm)
-                if operators is TRAINING and self.recompute is not None and self.recompute.granularity == "full":
-                    each += FORWARD.of_layer(self.layout, experts, qk_norm=qk_norm) * self._share_again(stage)
-                count += layers * each
+        for layer, number in stage.layers:
+            each = operators.of_layer(layer, batch, len(layers.adapters(layer)))
+            if operators is TRAINING and self.recompute is not None and self.recompute.granularity == "full":
+                each += FORWARD.of_layer(layer, batch) * self._share_again(stage)
+            count += number * each
         launches = count * operators.launches * self.units.launch
         if self.units.is_ahead:
             launches = max(0.0, launches - (cost.seconds - cost.launches))
         return cost._replace(launches=launches)
 
     def backward_share(self) -> float:
-        """Of a training pass, the backward pass's share of the time, about."""
+        """Return the backward pass's share of the time of a training pass, about."""
         return 0.5 if self.lora is not None else 2 / 3
 
     def send(self, micro: Micro) -> float:
-        """Seconds in which a stage sends a micro-batch's activations to the next one, or gradients back."""
-        local = micro.tokens / (self.layout.tp if self._shares_tokens else 1)
-        nbytes = local * self.shape.hidden_size * self.units.itemsize
+        """Return the seconds in which a stage sends a micro-batch's activations to the next one, or gradients back."""
+        nbytes = self._layers(micro).batch.hidden(self.shape.hidden_size)
         return self.network.send(nbytes, group_of(self.layout, self.ranks_per_node, "pp"))
 
-    def _has(self, is_moe: bool) -> bool:
-        return any(stage.moe if is_moe else stage.dense for stage in self.stages)
-
-    def _of_stage(self, stage: Stage, each: dict[bool, Cost]) -> Cost:
-        return each.get(False, NOTHING) * stage.dense + each.get(True, NOTHING) * stage.moe
-
-    @property
-    def _shares_tokens(self) -> bool:
-        return self.sequence_parallel and self.layout.tp > 1
-
-    def _forward_layer(self, is_moe: bool, micro: Micro) -> Cost:
-        layer = self.layer(is_moe)
-        found = self._products((*layer.attention, *layer.adapters), micro.tokens) + self._attention(micro)
-        found = found + self._mlp(layer, micro) + self._elementwise(is_moe, micro)
-        exchanged = self._exchanged_keys(micro) + self._exchanged_tokens(is_moe, micro)
-        return found + Cost(communication=self._reductions(is_moe, micro) + exchanged)
-
-    def _training_layer(self, is_moe: bool, micro: Micro) -> Cost:
-        """A backward pass has two products per product, of frozen weights one. Sequence parallelism gathers a layer's
-        input again for the gradient of the weights: three gathers for two (Korthikanti et al. 2022, arXiv:2205.05198,
-        section 4.2.2)."""
-        layer = self.layer(is_moe)
-        frozen = 2.0 if self.lora is not None else 3.0
-        products = self._products(layer.attention, micro.tokens) + self._mlp(layer, micro)
-        found = products * frozen + self._products(layer.adapters, micro.tokens) * 3.0
-        found = found + self._attention(micro) * (1 + BACKWARD_ATTENTION) + self._elementwise(is_moe, micro) * 3.0
-        reductions = self._reductions(is_moe, micro) * (2.5 if self._shares_tokens else 2.0)
-        summed = 0 if self.lora is not None else layer.parameters + layer.expert_parameters
-        found = found + self.units.moved(2.0 * FP32 * summed)  # gradients are added to those of other micro-batches
-        exchanged = 2.0 * self._exchanged_keys(micro) + self._exchanged_tokens(is_moe, micro, passes=2)
-        return found + Cost(communication=reductions + exchanged)
-
-    def _again(self, is_moe: bool, micro: Micro) -> Cost:
-        """What the backward pass computes again of a layer: all of it, or parts (Chen et al. 2016, arXiv:1604.06174;
-        Korthikanti et al. 2022, section 5)."""
-        again = self.recompute
-        if again is None:
-            return NOTHING
-        if again.granularity == "full":
-            return self._forward_layer(is_moe, micro)
-        found = self._attention(micro) if "core_attn" in again.modules else NOTHING
-        if ("moe" if is_moe else "mlp") in again.modules:
-            found = found + self._mlp(self.layer(is_moe), micro)
-            found = found + Cost(communication=self._exchanged_tokens(is_moe, micro))
-        return found
-
     def _share_again(self, stage: Stage) -> float:
-        """Of a stage's layers, those that compute something again."""
+        """Return the share of a stage's layers that are recomputed."""
         again = self.recompute
         if again is None or again.granularity != "full" or again.method != "block":
             return 1.0
-        return min(1.0, again.num_layers * self.layout.vpp / max(1, stage.dense + stage.moe))
-
-    def _products(self, matrices: Sequence[Matrix], rows: float) -> Cost:
-        return _sum(self.units.product(rows, *matrix) for matrix in matrices)
-
-    def _attention(self, micro: Micro) -> Cost:
-        shape = self.shape
-        width = shape.num_attention_heads / self.layout.tp * (shape.head_dim + shape.v_head_dim)
-        return self.units.attention(micro.pairs, micro.length, width)
-
-    def _mlp(self, layer: Layer, micro: Micro) -> Cost:
-        found = self._products(layer.mlp, micro.tokens)
-        return found + self._experts(layer, micro) if layer.experts else found
-
-    def _experts(self, layer: Layer, micro: Micro) -> Cost:
-        """Grouped products of the experts that tokens are sent to, of the expert-parallel rank with most of them: as
-        many as chance gives it, times those of the experts that routers prefer."""
-        shape, layout = self.shape, self.layout
-        rows = micro.tokens * shape.moe_topk * layout.etp / layout.tp
-        seen = micro.tokens * layout.etp * layout.ep / layout.tp  # tokens of the group
-        used = layer.num_experts * (1.0 - (1.0 - shape.moe_topk / shape.num_experts) ** seen)
-        uneven = self._uneven(rows)
-        groups = max(1.0, used)
-        found = _sum(self.units.product(rows * uneven, *matrix, groups=groups) for matrix in layer.experts)
-        sent = rows / layout.etp * shape.hidden_size * self.units.itemsize
-        moved = self.units.moved(4.0 * sent)  # sorted by expert, and back
-        waited = (uneven - 1.0) / uneven * found.seconds
-        even = found * (1.0 / uneven)
-        return even + moved + Cost(waiting=waited)
-
-    def _uneven(self, rows: float) -> float:
-        """Tokens of the expert-parallel rank with most, as a multiple of the mean."""
-        ep = self.layout.ep
-        by_chance = most_of(ep, rows * ep)
-        return min(float(ep), by_chance * fullest_rank(ep, self.shape.num_experts, self.load_imbalance))
-
-    def _exchanged_tokens(self, is_moe: bool, micro: Micro, passes: int = 1) -> float:
-        """Seconds in which tokens go to the ranks of their experts, their probabilities in a message of their own, and
-        back, as in megatron's all-to-all dispatcher; those of the rank with most. Ranks that divide each expert gather
-        both, and scatter sums in fp32. Before the first of the passes all ranks gather the number of tokens of each
-        expert. An engine's ranks have all tokens, and exchange none: their parts of each expert are summed with those
-        of the layer, see `_reductions`."""
-        shape, layout, network = self.shape, self.layout, self.network
-        if not is_moe or (layout.tp > 1 and not self._shares_tokens):
-            return 0.0
-        rows = micro.tokens * shape.moe_topk / layout.tp
-        most, hidden = rows * self._uneven(rows * layout.etp), shape.hidden_size
-        ep, etp = (group_of(layout, self.ranks_per_node, dim) for dim in ("ep", "etp"))
-        exchanged = 2.0 * network.all_to_all(most * hidden * self.units.itemsize, ep)
-        exchanged += network.all_to_all(most * FP32, ep)
-        for width in (hidden * self.units.itemsize, FP32, hidden * FP32):
-            exchanged += network.all_gather(most * layout.etp * width, etp)
-        every = group_of(layout, self.ranks_per_node, "etp", "ep")
-        return passes * exchanged + network.all_gather(INT64 * shape.num_experts * every.size, every)
-
-    def _elementwise(self, is_moe: bool, micro: Micro) -> Cost:
-        """Two norms (read, write), two residual sums (two reads, a write), the rotary embedding, the activation."""
-        shape, tp = self.shape, self.layout.tp
-        local = micro.tokens / tp if self._shares_tokens else micro.tokens
-        heads = (shape.num_attention_heads + shape.num_query_groups) * shape.head_dim / tp
-        width = shape.moe_topk * shape.moe_ffn_hidden_size + shape.moe_shared_ffn_hidden_size
-        ffn = (width if is_moe else shape.ffn_hidden_size) / tp
-        numbers = local * 10 * shape.hidden_size + micro.tokens * (2 * heads + 3 * ffn)
-        return self.units.moved(numbers * self.units.itemsize)
-
-    def _reductions(self, is_moe: bool, micro: Micro) -> float:
-        """Two all-reduces per layer, or as many pairs of a gather and a reduce-scatter (Shoeybi et al. 2019,
-        arXiv:1909.08053, section 3; Korthikanti et al. 2022, section 4.2). Where ranks share tokens, each sends its own
-        to experts, so that only shared experts need the second pair."""
-        nbytes = micro.tokens * self.shape.hidden_size * self.units.itemsize
-        if self._shares_tokens:
-            pairs = 1 if is_moe and not self.shape.moe_shared_ffn_hidden_size else 2
-            return 2.0 * pairs * self.network.all_gather(nbytes, self._tp)
-        return 2.0 * self.network.all_reduce(nbytes, self._tp)
-
-    def _exchanged_keys(self, micro: Micro) -> float:
-        """Keys and values of all context-parallel ranks, which each of them gathers; their gradients are scattered."""
-        shape, layout = self.shape, self.layout
-        if layout.cp == 1:
-            return 0.0
-        width = shape.num_query_groups / layout.tp * (shape.head_dim + shape.v_head_dim)
-        nbytes = micro.tokens * layout.cp * width * self.units.itemsize
-        return self.network.all_gather(nbytes, group_of(layout, self.ranks_per_node, "cp"))
+        return min(1.0, again.num_layers * self.layout.vpp / max(1, stage.num_layers))
 
     def _ends(self, stage: Stage, micro: Micro, *, trains: bool) -> Cost:
-        """Embedding and head of a stage that has them."""
+        """Return the cost of the embedding and the head, if the stage has them."""
         shape, units, found = self.shape, self.units, NOTHING
         hidden = shape.hidden_size * units.itemsize
         passes = 2 if trains else 1
         if stage.is_first:
             found = found + units.moved(passes * 2.0 * micro.tokens * hidden)
-            reduced = self.network.all_gather(micro.tokens * hidden, self._tp) * (1 if self._shares_tokens else 2)
+            reduced = self.network.all_gather(micro.tokens * hidden, self.tp_group) * (
+                1 if self._layers(micro).batch.shares_tokens else 2
+            )
             found = found + Cost(communication=passes * reduced)
         if stage.is_last:
             found = found + self._head(micro, trains=trains)
@@ -304,10 +169,112 @@ class PassModel:
         logits = micro.outputs * columns * FP32
         found = units.product(micro.outputs, shape.hidden_size, columns) * times
         found = found + units.moved(logits * (5.0 if trains else 2.0))
-        reduced = 3.0 * self.network.all_reduce(micro.outputs * FP32, self._tp)
+        reduced = 3.0 * self.network.all_reduce(micro.outputs * FP32, self.tp_group)
         hidden = micro.outputs * shape.hidden_size * self.units.itemsize
-        reduced += self.network.all_reduce(hidden, self._tp) * trains
+        reduced += self.network.all_reduce(hidden, self.tp_group) * trains
         return found + Cost(communication=reduced)
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """The costs of layers for a micro-batch: sums over their blocks."""
+
+    model: PassModel
+    micro: Micro
+    batch: MicroBatch
+
+    def adapters(self, layer: Layer) -> tuple[Matrix, ...]:
+        """Return the matrices of adapters. Those of experts are small beside the others."""
+        parts = layer.parts(self.batch.layout, self.batch.lora)
+        return matrices((part for part in parts if not part.is_expert), are_adapters=True)
+
+    def forward(self, layer: Layer) -> Cost:
+        """Return the cost of a pass without gradients."""
+        attention, mlp = layer.blocks
+        found = sum(self._low_rank(layer), self._products(attention)) + self._core(attention)
+        found = found + self._products(mlp) + self._core(mlp) + self._elementwise(layer)
+        exchanged = sum(map(self._exchanged, layer.blocks))
+        return found + Cost(communication=self._reductions(layer) + exchanged)
+
+    def training(self, layer: Layer) -> Cost:
+        """Return the cost of a forward and a backward pass.
+
+        A backward pass has two products per product, of frozen weights one. Sequence parallelism gathers a layer's
+        input again for the gradient of the weights: three gathers for two (Korthikanti et al. 2022, arXiv:2205.05198,
+        section 4.2.2).
+        """
+        is_frozen = self.batch.lora is not None
+        found = sum(map(self._products, layer.blocks), NOTHING) * (2.0 if is_frozen else 3.0)
+        found = found + sum(self._low_rank(layer), NOTHING) * 3.0
+        found = found + sum(map(self._core, layer.blocks), NOTHING) * (1 + BACKWARD_ATTENTION)
+        found = found + self._elementwise(layer) * 3.0
+        # Gradients are added to those of other micro-batches.
+        summed = 0 if is_frozen else sum(part.numel for part in layer.parts(self.batch.layout))
+        reductions = self._reductions(layer) * (2.5 if self.batch.shares_tokens else 2.0)
+        exchanged = sum(self._exchanged(block, trains=True) for block in layer.blocks)
+        return found + self.model.units.moved(2.0 * FP32 * summed) + Cost(communication=reductions + exchanged)
+
+    def again(self, layer: Layer) -> Cost:
+        """Return the cost of what the backward pass computes again: all of the layer, or blocks (Chen et al. 2016,
+        arXiv:1604.06174; Korthikanti et al. 2022, section 5)."""
+        again = self.model.recompute
+        if again is None:
+            return NOTHING
+        if again.granularity == "full":
+            return self.forward(layer)
+        again_blocks = (block for block in layer.blocks if block.recomputed in again.modules)
+        return sum(map(self._recomputed, again_blocks), NOTHING)
+
+    def _recomputed(self, block: Block) -> Cost:
+        if block.recomputed == "core_attn":
+            return self._core(block)
+        return self._products(block) + Cost(communication=self._exchanged(block))
+
+    def _products(self, block: Block) -> Cost:
+        return sum(map(self._product, block.products(self.batch)), NOTHING)
+
+    def _product(self, it: Products) -> Cost:
+        """Return the cost on a rank with the mean number of rows, which waits for the one with most."""
+        units = self.model.units
+        rows = it.rows * it.uneven
+        most = sum((units.product(rows, *matrix, groups=it.groups) for matrix in it.matrices), NOTHING)
+        sorting = units.moved(it.moved) if it.moved else NOTHING
+        return most * (1.0 / it.uneven) + sorting + Cost(waiting=(it.uneven - 1.0) / it.uneven * most.seconds)
+
+    def _low_rank(self, layer: Layer) -> Iterator[Cost]:
+        return (self.model.units.product(self.batch.tokens, *matrix) for matrix in self.adapters(layer))
+
+    def _core(self, block: Block) -> Cost:
+        """Return the cost of attention between tokens."""
+        width, micro = block.pair_width(self.batch.layout.tp), self.micro
+        return self.model.units.attention(micro.pairs, micro.length, width) if width else NOTHING
+
+    def _elementwise(self, layer: Layer) -> Cost:
+        """Return the cost of two norms (read, write), two residual sums (two reads, a write), and of the blocks."""
+        batch = self.batch
+        of_blocks = sum(block.elementwise(batch.layout.tp) for block in layer.blocks)
+        numbers = batch.local * 10 * layer.norms.hidden_size + batch.tokens * of_blocks
+        return self.model.units.moved(numbers * batch.itemsize)
+
+    def _reductions(self, layer: Layer) -> float:
+        """Return the seconds of all-reduces, or of as many pairs of a gather and a reduce-scatter (Shoeybi et al. 2019,
+        arXiv:1909.08053, section 3; Korthikanti et al. 2022, section 4.2)."""
+        batch, network, group = self.batch, self.model.network, self.model.tp_group
+        nbytes = batch.tokens * layer.norms.hidden_size * batch.itemsize
+        each = 2.0 * network.all_gather(nbytes, group) if batch.shares_tokens else network.all_reduce(nbytes, group)
+        return each * sum(block.reductions(batch) for block in layer.blocks)
+
+    def _exchanged(self, block: Block, *, trains: bool = False) -> float:
+        """Return the seconds of the other collectives."""
+        model, seconds = self.model, 0.0
+        for each in block.exchanges(self.batch):
+            group = group_of(model.layout, model.ranks_per_node, *each.dims)
+            seconds += getattr(model.network, each.kind)(each.nbytes, group) * (each.times if trains else 1)
+        return seconds
+
+
+def _of_stage(stage: Stage, each: Callable[[Layer], Cost]) -> Cost:
+    return sum((each(layer) * count for layer, count in stage.layers), NOTHING)
 
 
 @lru_cache(maxsize=512)
@@ -337,10 +304,3 @@ def evenness(stages: Sequence[Cost]) -> float:
     """Seconds of the mean stage as a share of those of the slowest one."""
     slowest = max(stage.seconds for stage in stages)
     return sum(stage.seconds for stage in stages) / len(stages) / slowest if slowest > 0 else 1.0
-
-
-def _sum(costs: Iterable[Cost]) -> Cost:
-    found = NOTHING
-    for cost in costs:
-        found = found + cost
-    return found

@@ -18,8 +18,8 @@ from hpcrl.forecast.memory.memory import GIB, NEEDED, Phase, TrainingPlan
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE
 from hpcrl.forecast.time.collectives import Moved, Network, group_of, refit_cost, refit_shares
 from hpcrl.forecast.time.cost import Cost, Units
-from hpcrl.forecast.time.decode import Engine, Work, kv_width
-from hpcrl.forecast.time.layers import ENGINE, GRAPH, Stage, numbers_of
+from hpcrl.forecast.time.decode import Engine, Work, cached_width
+from hpcrl.forecast.time.layers import ENGINE, GRAPH, numbers_of, stages_of
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import BACKWARD_ATTENTION, PassModel, Recompute
 from hpcrl.forecast.time.training import (
@@ -33,7 +33,7 @@ from hpcrl.forecast.time.training import (
     update_cost,
 )
 from hpcrl.machine.machine_file import Dtype, Machine
-from hpcrl.model.operations import forward_flops
+from hpcrl.model.operations import operations
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.layout import Layout
 
@@ -274,7 +274,7 @@ class JobTimes:
     def _slots(self, most: int) -> int:
         """Sequences that run at once: at most as the engine allows, and as the KV cache holds at their mean length."""
         model = self.engine.model
-        each = self.lengths.mean * kv_width(model) * model.shape.num_layers * model.units.itemsize
+        each = self.lengths.mean * cached_width(model) * model.units.itemsize
         return max(1, min(most, int(self._kv_cache() / each)))
 
     def _kv_cache(self) -> float:
@@ -288,8 +288,7 @@ class JobTimes:
         free = None if capacity is None else max(0, capacity - resident)
         if rollout.engine == "tensorrt_llm" and free is not None:
             free = max(0, free - int(self.engine_bytes / model.layout.tp))
-        tp = min(model.layout.tp, model.shape.num_query_groups)  # a head is not split
-        return float(native_kv_cache(rollout, model.shape, tp, itemsize, longest, free))
+        return float(native_kv_cache(rollout, model.shape, model.layout.tp, itemsize, longest, free))
 
     def _resident(self) -> float:
         """Bytes of models that stay on the rollout's ranks while they generate, of the fullest stage of each."""
@@ -367,8 +366,7 @@ class JobTimes:
         found = {}
         for role, model in self.job.models.items():
             if (optimizer := self._optimizer(role)) is not None:
-                one = Stage(*_layer_counts(model.shape), True, True)
-                numbers = numbers_of(model.shape, one, 1, 1, 1, model.head, model.lora)
+                numbers = numbers_of(model.shape, *stages_of(model.shape), 1, 1, 1, model.head, model.lora)
                 copy = FP32 * (model.itemsize == FP32 and optimizer.is_divided)  # the optimizer's own, of fp32 weights
                 found[role] = numbers.all * model.itemsize + optimizer.nbytes(numbers) + copy * numbers.trained
         return found
@@ -380,15 +378,10 @@ def _recompute(config: RecomputeConfig | None) -> Recompute | None:
     return Recompute(config.granularity, config.method, config.num_layers, tuple(config.modules))
 
 
-def _layer_counts(shape: ModelShape) -> tuple[int, int]:
-    experts = len(shape.moe_layers)
-    return shape.num_layers - experts, experts
-
-
 @lru_cache(maxsize=64)
 def whole_numbers(shape: ModelShape) -> int:
     """Weights of the whole model."""
-    return numbers_of(shape, Stage(*_layer_counts(shape), True, True), 1, 1, 1).all
+    return numbers_of(shape, *stages_of(shape), 1, 1, 1).all
 
 
 SAMPLED = 0.9  # the tokens of an engine's sequences are those of few quantiles, which may be fewer than the mean says
@@ -419,20 +412,12 @@ def _least_pass(times: JobTimes, phase: Phase) -> float:
         passes = times.passes(phase)
         epochs = times.updates(phase) * passes.samples / times.job.derived.samples_per_step
         factor, attended = (3.0 if model.lora is None else 2.0), 1 + BACKWARD_ATTENTION
-    per_token, per_output, width = _operations(model)
+    per_token, per_output, per_pair = operations(model.shape)
     samples = times.job.derived.samples_per_step * epochs / model.layout.size
     outputs = lengths.response if model.head == "lm" else 0.0
     products = lengths.mean * per_token / model.units.flops + outputs * per_output / model.head_units.flops
-    attention = 2.0 * lengths.pairs * width / model.units.attended.flops
+    attention = lengths.pairs * per_pair / model.units.attended.flops
     return samples * (factor * products + attended * attention)
-
-
-def _operations(model: PassModel) -> tuple[float, float, float]:
-    """Of the layers per token, of the head per output, and the width of all attention."""
-    shape = model.shape
-    width = float(shape.num_layers * shape.num_attention_heads * (shape.head_dim + shape.v_head_dim))
-    without, with_head = (forward_flops(shape, [1], outputs) for outputs in (0, 1))
-    return without - 2.0 * width, with_head - without, width
 
 
 def _least_generation(times: JobTimes) -> float:
@@ -454,6 +439,6 @@ def _least_generation(times: JobTimes) -> float:
 def _token_seconds(engine: Engine) -> tuple[float, float]:
     """Seconds of the operations of a token, and of reading the weights that it uses."""
     model = engine.model
-    per_token, per_output, _ = _operations(model)
+    per_token, per_output, _ = operations(model.shape)
     numbers = (per_token + per_output) / model.layout.tp
     return numbers / model.units.flops, numbers / 2 * model.units.itemsize / model.units.bandwidth

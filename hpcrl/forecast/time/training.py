@@ -130,7 +130,7 @@ def least_states(model: RoleModel) -> list[State]:
     `hpcrl.forecast.time.candidates.states_of`."""
     shape, layout, optim, found = model.shape, model.layout, model.optim, []
     sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
-    for stage in stages_of(shape.num_layers, shape.moe_layers, layout.pp, layout.vpp):
+    for stage in stages_of(shape, layout.pp, layout.vpp):
         numbers = numbers_of(shape, stage, *sizes)
         if optim is None:
             found.append(State(numbers.all * model.itemsize))
@@ -182,7 +182,7 @@ def _replicas(model: PassModel, update: Update, backward: float, forward: float)
         reduced = max(reduced, sum(collective(FP32 * count, group) for count, group in pair if count))
         if update.optimizer.is_divided:
             gathered = max(gathered, sum(network.all_gather(itemsize * count, group) for count, group in pair if count))
-    layers = max(stage.dense + stage.moe for stage in model.stages)
+    layers = max(stage.num_layers for stage in model.stages)
     exposed = max(reduced / layers, reduced - backward) if update.reduces else reduced
     exposed += max(gathered / layers, gathered - forward) if update.gathers else gathered
     return Cost(communication=exposed)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpcrl.model.blocks.block import Block, Feature, Projection, Weight
+from hpcrl.model.blocks.block import Feature, Projection, Weight
+from hpcrl.model.blocks.heads import Heads, HeadsBlock
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Attention(Block):
+class Attention(HeadsBlock):
     """Causal attention with rotary embedding (Ainslie et al. 2023, arXiv:2305.13245). qk_norm: RMSNorm of each query
     and key head."""
 
@@ -29,6 +30,11 @@ class Attention(Block):
     supports: ClassVar[frozenset[Feature]] = frozenset(
         ("exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm")
     )
+
+    @property
+    def heads(self) -> Heads:
+        width = self.head_dim
+        return Heads(self.num_heads, self.num_groups, width, width, width, self.qk_norm)
 
     def weights(self) -> Iterator[Weight]:
         width, per_group = self.head_dim, self.num_heads // self.num_groups

@@ -1,20 +1,26 @@
 """What a layer is made of: blocks, and the weights of a block. No torch.
 
-A block is a file. Its class says what the block is without torch: its weights and how parallelism splits them, and what
-it can do. Its methods that build modules import torch.
+A block is a file. Its class says what the block is without torch: its weights and how parallelism splits them, what it
+can do, and what its passes hold, compute and send. Its methods that build modules import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+from hpcrl.model.blocks.work import Collective, Launches, Matrix, MicroBatch, Products
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from hpcrl.model.shape import Lora
     from hpcrl.runtime.groups import RoleGroups
+    from hpcrl.runtime.layout import Layout
 
 Size: TypeAlias = tuple[int, ...]  # of a tensor
 # How tensor parallelism splits a weight: not, by rows, by columns, or each half of the rows.
@@ -45,21 +51,60 @@ class Weight:
     periods: int = 1
     is_frozen: bool = False
 
+    def local_size(self, ranks: int) -> Size:
+        """Return the size of a rank's part if so many ranks split the weight."""
+        axis = {"whole": None, "cols": 1}.get(self.cut, 0)
+        return tuple(length // ranks if place == axis else length for place, length in enumerate(self.size))
+
+    def adapter_sizes(self, ranks: int, lora: Lora | None) -> Iterator[Size]:
+        """Yield the sizes of a rank's parts of A (r, in) and B (out, r), for each projection with an adapter."""
+        for projection in self.projections:
+            if lora is not None and len(self.size) == 2 and projection.name in lora.targets:
+                yield lora.rank, self.local_size(ranks)[1]
+                yield self.periods * projection.rows // (1 if self.cut == "cols" else ranks), lora.rank
+
+
+class Part(NamedTuple):
+    """A rank's parts of weights with the same size: `copies` of them."""
+
+    size: Size
+    copies: int = 1
+    is_expert: bool = False
+    is_adapter: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.copies * math.prod(self.size)
+
 
 @dataclass(frozen=True)
 class Block:
     """A part of a layer. Every weight is within the module `self_attention` or `mlp` of megatron's layer.
 
-    title: in messages. supports: the features that it works with; what is not listed is an error.
+    `title` is its name in messages. `supports` has the features that it works with; what is not listed is an error.
+    `recomputed` is its word in `model.recompute.modules`.
+
+    The methods from `kept` on describe what a rank does with a `MicroBatch`. Bytes and times are sums of them.
     """
 
     hidden_size: int
 
     title: ClassVar[str]
     supports: ClassVar[frozenset[Feature]]
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe"]]
 
     @property
     def count_of_experts(self) -> int:
+        return 0
+
+    @property
+    def choices(self) -> int:
+        """Experts that a token is sent to, which routing replay records."""
+        return 0
+
+    @property
+    def inner_width(self) -> int:
+        """Numbers of a token between the first and the last product of an MLP."""
         return 0
 
     def weights(self) -> Iterator[Weight]:
@@ -69,6 +114,10 @@ class Block:
     def expert_weights(self) -> Iterator[Weight]:
         """The weights of one expert; names are those within the expert."""
         return iter(())
+
+    def parts(self, layout: Layout, lora: Lora | None = None) -> tuple[Part, ...]:
+        """Return a rank's parts of all weights and their adapters."""
+        return _parts(self, layout.tp, layout.ep, layout.etp, lora)
 
     def divided(self) -> dict[str, int]:
         """Sizes that tensor parallelism has to divide, by their names in messages."""
@@ -81,6 +130,97 @@ class Block:
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
         """Set the block's modules in a layer of megatron's local spec."""
         raise NotImplementedError
+
+    def inputs(self) -> dict[str, int]:
+        """Return the bytes of each token that a micro-batch has for the block, by name. Blocks share equal names."""
+        return {}
+
+    def kept(self, batch: MicroBatch) -> int:
+        """Return the bytes that autograd keeps between the forward and the backward pass, without adapters."""
+        raise NotImplementedError
+
+    def kept_inputs(self, batch: MicroBatch) -> int:
+        """Return the bytes that are kept instead if the block is recomputed."""
+        return 0
+
+    def kept_by_adapters(self, batch: MicroBatch) -> int:
+        """Return the bytes by which adapters change `kept`."""
+        return low_rank_bytes(self.weights(), batch, batch.layout.tp, batch.tokens, batch.local)
+
+    def peak(self, batch: MicroBatch) -> int:
+        """Return the most bytes in a forward pass without gradients."""
+        return self.kept(batch)
+
+    def backward_peak(self, batch: MicroBatch) -> int:
+        """Return the bytes at the end of the backward pass, besides what is kept and two hidden states."""
+        return 0
+
+    def products(self, batch: MicroBatch) -> Iterator[Products]:
+        """Yield the matrix products of the forward pass, without those of adapters."""
+        yield Products(batch.tokens, matrices(part for part in self.parts(batch.layout) if not part.is_expert))
+
+    def pair_width(self, tp: int) -> float:
+        """Return the products of numbers that a rank computes for each pair of tokens in attention."""
+        return 0.0
+
+    def decode_width(self, tp: int) -> float:
+        """Return the same for a new token and a cached one in a decode step."""
+        return self.pair_width(tp)
+
+    def cached_width(self, tp: int) -> int:
+        """Return the numbers of a token that a rank of a generation engine caches and a decode step reads."""
+        return 0
+
+    def elementwise(self, tp: int) -> float:
+        """Return the numbers of a token that a rank reads and writes in elementwise operators."""
+        return 0.0
+
+    def reductions(self, batch: MicroBatch) -> int:
+        """Return how many times tensor-parallel ranks sum hidden states."""
+        return 1
+
+    def exchanges(self, batch: MicroBatch) -> Iterator[Collective]:
+        """Yield the other collectives."""
+        return iter(())
+
+    def launches(self, batch: MicroBatch) -> Iterator[tuple[Launches, float]]:
+        """Yield operators, and how many times they run, on a rank without parallelism and adapters."""
+        return iter(())
+
+
+@lru_cache(maxsize=512)
+def _parts(block: Block, tp: int, ep: int, etp: int, lora: Lora | None) -> tuple[Part, ...]:
+    found, experts = list[Part](), block.count_of_experts // ep
+    for weights, ranks, count, is_expert in (
+        (block.weights(), tp, 1, False),
+        (block.expert_weights(), etp, experts, True),
+    ):
+        for weight in weights:
+            found.append(Part(weight.local_size(ranks), count, is_expert))
+            found += [Part(size, count, is_expert, True) for size in weight.adapter_sizes(ranks, lora)]
+    return tuple(found)
+
+
+def matrices(parts: Iterable[Part], *, are_adapters: bool = False) -> tuple[Matrix, ...]:
+    """Return the matrices among parts of weights: those of adapters, or the others."""
+    found = (part.size for part in parts if len(part.size) == 2 and part.is_adapter == are_adapters)
+    return tuple(Matrix(inner, outer) for outer, inner in found)
+
+
+def low_rank_bytes(weights: Iterable[Weight], batch: MicroBatch, ranks: int, tokens: int, local: int) -> int:
+    """Return the bytes by which adapters change what is kept for products with these weights, which `ranks` ranks
+    split.
+
+    The output of A is kept for B. The input of a matrix without adapters is not kept, because the matrix is frozen.
+    There are `tokens` rows where the ranks have all tokens, and `local` rows where each has its own.
+    """
+    total, lora = 0, batch.lora
+    for weight in weights:
+        if lora is not None and len(weight.size) == 2 and weight.projections:
+            low, rows = (local, tokens) if weight.cut == "cols" else (tokens, local)
+            count = sum(projection.name in lora.targets for projection in weight.projections)
+            total += count * low * lora.rank if count else -rows * weight.local_size(ranks)[1]
+    return total * batch.itemsize
 
 
 @dataclass(frozen=True)
@@ -127,6 +267,38 @@ class Layer:
     def expert_weights(self) -> tuple[Weight, ...]:
         """The weights of one expert."""
         return tuple(self.mlp.expert_weights())
+
+    def parts(self, layout: Layout, lora: Lora | None = None) -> tuple[Part, ...]:
+        """Return a rank's parts of all weights and their adapters."""
+        attention, mlp = (block.parts(layout, lora) for block in self.blocks)
+        return Part((self.norms.hidden_size,), 2), *attention, *mlp
+
+    def kept(self, batch: MicroBatch, recomputed: Collection[str] = ()) -> int:
+        """Return the bytes that autograd keeps, if blocks with the words `recomputed` are recomputed."""
+        total = 2 * batch.norm(batch.local, self.norms.hidden_size)
+        for block in self.blocks:
+            kept = block.kept_inputs(batch) if block.recomputed in recomputed else block.kept(batch)
+            total += kept + block.kept_by_adapters(batch)
+        return total
+
+    def held_again(self, batch: MicroBatch, recomputed: Collection[str]) -> int:
+        """Return the most bytes that the recomputation of a block adds to what is kept."""
+        again = (block for block in self.blocks if block.recomputed in recomputed)
+        return max((block.kept(batch) - block.kept_inputs(batch) for block in again), default=0)
+
+    def peak(self, batch: MicroBatch) -> int:
+        """Return the most bytes in a forward pass without gradients."""
+        hidden = batch.hidden(self.norms.hidden_size)
+        return 3 * hidden + max(self.attention.peak(batch), hidden + self.mlp.peak(batch))
+
+    def backward_peak(self, batch: MicroBatch) -> int:
+        """Return the bytes besides what is kept in the backward pass of the MLP, at its end."""
+        return 2 * batch.hidden(self.norms.hidden_size) + self.mlp.backward_peak(batch)
+
+
+def blocks_of(layers: Iterable[Layer]) -> Counter[Block]:
+    """Return the different blocks of layers, and how many layers have each."""
+    return Counter(block for layer in layers for block in layer.blocks)
 
 
 def unsupported(layers: Sequence[Layer], feature: Feature) -> str | None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hpcrl.model.blocks.block import Block, Feature, Projection, Weight
+from hpcrl.model.blocks.work import Launches, MicroBatch
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from hpcrl.runtime.groups import RoleGroups
+
+
+FEED_FORWARD = Launches(22, 56, 12, 4)
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,11 @@ class FeedForward(Block):
     supports: ClassVar[frozenset[Feature]] = frozenset(
         ("exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm")
     )
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe"]] = "mlp"
+
+    @property
+    def inner_width(self) -> int:
+        return self.ffn_hidden_size
 
     def weights(self) -> Iterator[Weight]:
         return gated_weights("mlp.", self.hidden_size, self.ffn_hidden_size)
@@ -38,6 +47,41 @@ class FeedForward(Block):
         from hpcrl.model.blocks.layers import use_swiglu
 
         use_swiglu(spec)
+
+    def kept(self, batch: MicroBatch) -> int:
+        return batch.tokens * swiglu_width(self.ffn_hidden_size) // batch.layout.tp * batch.itemsize
+
+    def peak(self, batch: MicroBatch) -> int:
+        """Return the most bytes; with adapters, of the gathered input and the output of an adapter of gate or up before
+        it is added, which is more than SwiGLU holds later."""
+        if batch.lora is None:
+            return self.kept(batch)
+        is_adapted = not {"gate_proj", "up_proj"}.isdisjoint(batch.lora.targets)
+        added = is_adapted * batch.tokens * (self.ffn_hidden_size // batch.layout.tp) * batch.itemsize
+        return self.kept(batch) + batch.gathered(self.hidden_size) + added
+
+    def backward_peak(self, batch: MicroBatch) -> int:
+        return down_peak(batch, batch.tokens, self.hidden_size, self.ffn_hidden_size // batch.layout.tp)
+
+    def elementwise(self, tp: int) -> float:
+        return 3 * (self.ffn_hidden_size / tp)
+
+    def launches(self, batch: MicroBatch) -> Iterator[tuple[Launches, float]]:
+        yield FEED_FORWARD, 1
+
+
+def swiglu_width(ffn_hidden_size: int) -> int:
+    """Return the numbers of a token that SwiGLU keeps: gate and up together, the gate's activation, a copy of up
+    (megatron adds an offset of 0), and their product."""
+    return 5 * ffn_hidden_size
+
+
+def down_peak(batch: MicroBatch, rows: int, hidden_size: int, width: int) -> int:
+    """Return the bytes at the end of the backward pass of SwiGLU with a rank's `width` columns: the gradient of the
+    product, and the larger of the same again and of the gathered input with the gradient of a weight."""
+    product = rows * width * batch.itemsize
+    weight = width * hidden_size * batch.itemsize if batch.lora is None else 0
+    return product + max(batch.gathered(hidden_size) + weight, product)
 
 
 def gated_weights(prefix: str, hidden_size: int, ffn_hidden_size: int) -> Iterator[Weight]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.model.blocks.attention import output_projection
-from hpcrl.model.blocks.block import Block, Feature, Weight
+from hpcrl.model.blocks.block import Feature, Weight
+from hpcrl.model.blocks.heads import Heads, HeadsBlock
+from hpcrl.model.blocks.work import MicroBatch
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,7 +31,7 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class Latent(Block):
+class Latent(HeadsBlock):
     """softmax_scale: factor of the products of queries and keys. Every rank holds the projections to the latents whole,
     and its heads of the others."""
 
@@ -40,6 +42,11 @@ class Latent(Block):
 
     title: ClassVar[str] = "latent attention"
     supports: ClassVar[frozenset[Feature]] = frozenset()
+
+    @property
+    def heads(self) -> Heads:
+        widths = self.widths
+        return Heads(self.num_heads, self.num_heads, self.head_dim, widths.v_head_dim, widths.qk_rope_head_dim)
 
     def weights(self) -> Iterator[Weight]:
         hidden, heads, widths = self.hidden_size, self.num_heads, self.widths
@@ -67,6 +74,26 @@ class Latent(Block):
             "kv_channels": self.widths.v_head_dim,
             "softmax_scale": self.softmax_scale,
         }
+
+    def kept(self, batch: MicroBatch) -> int:
+        """Return the bytes with those of the latents' norms. The key that heads share is a part of the projection's
+        output, which stays whole."""
+        widths, local = self.widths, batch.local
+        queries = batch.norm(local, widths.q_lora_rank) if widths.q_lora_rank else 0
+        shared = batch.hidden(widths.qk_rope_head_dim)
+        return super().kept(batch) + queries + batch.norm(local, widths.kv_lora_rank) + shared
+
+    def projected(self, tp: int) -> int:
+        """Return the numbers of queries, of keys, and of the product that values and a part of the keys come from."""
+        of_head = 2 * self.head_dim + self.widths.qk_nope_head_dim + self.widths.v_head_dim
+        return self.num_heads // tp * of_head
+
+    def cached_width(self, tp: int) -> int:
+        return self.widths.kv_lora_rank + self.widths.qk_rope_head_dim
+
+    def decode_width(self, tp: int) -> float:
+        """Queries are mapped to the width of the latent."""
+        return self.num_heads / tp * (2 * self.widths.kv_lora_rank + self.widths.qk_rope_head_dim)
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
         from hpcrl.model.blocks.latent_modules import latent_attention

@@ -6,14 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hpcrl.model.blocks.block import Block, Feature, Weight
-from hpcrl.model.blocks.feed_forward import gated_weights
+from hpcrl.model.blocks.block import Block, Feature, Weight, low_rank_bytes, matrices
+from hpcrl.model.blocks.expert_load import fullest_rank, most_of
+from hpcrl.model.blocks.feed_forward import down_peak, gated_weights, swiglu_width
+from hpcrl.model.blocks.work import FP32, INT64, Collective, Launches, MicroBatch, Products
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from hpcrl.runtime.groups import RoleGroups
+
+
+MIXTURE = Launches(75, 150, 21, 10)
+EXPERT = Launches(9.75, 30, 8, 0)
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,19 @@ class MixtureOfExperts(Block):
     title: ClassVar[str] = "a mixture of experts"
     supports: ClassVar[frozenset[Feature]] = frozenset(("adapters", "transformer_engine", "planned_cp"))
 
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe"]] = "moe"
+
     @property
     def count_of_experts(self) -> int:
         return self.num_experts
+
+    @property
+    def choices(self) -> int:
+        return self.topk
+
+    @property
+    def inner_width(self) -> int:
+        return self.topk * self.ffn_hidden_size
 
     def weights(self) -> Iterator[Weight]:
         yield Weight("mlp.router.weight", (self.num_experts, self.hidden_size))
@@ -84,3 +100,81 @@ class MixtureOfExperts(Block):
 
         use_router(spec, self, groups)
         use_swiglu(spec)
+
+    def inputs(self) -> dict[str, int]:
+        return {"sequence of a token": INT64}
+
+    def _copies(self, batch: MicroBatch) -> int:
+        """Return the rows of all experts of a rank."""
+        return batch.local * self.topk * batch.layout.etp
+
+    def kept(self, batch: MicroBatch) -> int:
+        layout, itemsize = batch.layout, batch.itemsize
+        # Routing: probabilities and which experts; ids, weights and order of those that were chosen.
+        routing = batch.local * (self.num_experts * (FP32 + 1) + self.topk * (2 * INT64 + FP32))
+        if batch.moe is not None:
+            # Probabilities and each one's weight; the logits.
+            planes = 2 * bool(batch.moe.aux_loss_coeff) + bool(batch.moe.z_loss_coeff)
+            routing += batch.local * self.num_experts * planes * FP32
+        # An expert has its input, and the weighted product is one more.
+        inside = swiglu_width(self.ffn_hidden_size) + self.ffn_hidden_size
+        expert = self.hidden_size + inside // layout.etp
+        shared = batch.tokens * swiglu_width(self.shared_ffn_hidden_size) // layout.tp * itemsize
+        return routing + self._copies(batch) * (expert * itemsize + FP32) + shared
+
+    def kept_by_adapters(self, batch: MicroBatch) -> int:
+        rows = self._copies(batch)
+        experts = low_rank_bytes(self.expert_weights(), batch, batch.layout.etp, rows, rows)
+        return super().kept_by_adapters(batch) + experts
+
+    def backward_peak(self, batch: MicroBatch) -> int:
+        width = self.ffn_hidden_size // batch.layout.etp
+        return down_peak(batch, self._copies(batch), self.hidden_size, width)
+
+    def products(self, batch: MicroBatch) -> Iterator[Products]:
+        """Yield the products of the router and the shared experts, and the grouped products of the experts that tokens
+        are sent to."""
+        yield from super().products(batch)
+        layout = batch.layout
+        rows = batch.tokens * self.topk * layout.etp / layout.tp
+        tokens = batch.tokens * layout.etp * layout.ep / layout.tp  # of the group
+        used = self.num_experts // layout.ep * (1.0 - (1.0 - self.topk / self.num_experts) ** tokens)
+        moved = 4.0 * (rows / layout.etp * self.hidden_size * batch.itemsize)  # sorted by expert, and back
+        experts = matrices(part for part in self.parts(layout) if part.is_expert)
+        yield Products(rows, experts, max(1.0, used), self._uneven(batch, rows), moved)
+
+    def _uneven(self, batch: MicroBatch, rows: float) -> float:
+        """Return the rows of the expert-parallel rank with most, as a multiple of the mean: as many as chance gives it,
+        times those of the experts that routers prefer."""
+        ep = batch.layout.ep
+        preferred = fullest_rank(ep, self.num_experts, batch.load_imbalance)
+        return min(float(ep), most_of(ep, rows * ep) * preferred)
+
+    def elementwise(self, tp: int) -> float:
+        return 3 * ((self.inner_width + self.shared_ffn_hidden_size) / tp)
+
+    def reductions(self, batch: MicroBatch) -> int:
+        """Return 0 if each rank sends its own tokens to experts and there are no shared experts."""
+        return 0 if batch.shares_tokens and not self.shared_ffn_hidden_size else 1
+
+    def exchanges(self, batch: MicroBatch) -> Iterator[Collective]:
+        """Yield the collectives of megatron's all-to-all dispatcher, of the rank with most tokens.
+
+        Tokens go to the ranks of their experts, their probabilities in a message of their own, and back. Ranks that
+        divide each expert gather both, and scatter sums in fp32. Before the first pass all ranks gather the number of
+        tokens of each expert. An engine's ranks have all tokens and exchange none.
+        """
+        layout = batch.layout
+        if layout.tp > 1 and not batch.shares_tokens:
+            return
+        rows = batch.tokens * self.topk / layout.tp
+        most, hidden = rows * self._uneven(batch, rows * layout.etp), self.hidden_size
+        for width in (hidden * batch.itemsize, hidden * batch.itemsize, FP32):
+            yield Collective("all_to_all", most * width, ("ep",))
+        for width in (hidden * batch.itemsize, FP32, hidden * FP32):
+            yield Collective("all_gather", most * layout.etp * width, ("etp",))
+        yield Collective("all_gather", INT64 * self.num_experts * layout.etp * layout.ep, ("etp", "ep"), times=1)
+
+    def launches(self, batch: MicroBatch) -> Iterator[tuple[Launches, float]]:
+        yield MIXTURE, 1
+        yield EXPERT, min(self.num_experts // batch.layout.ep, batch.tokens * self.topk)  # that have tokens

@@ -1,0 +1,115 @@
+"""What a block is asked about a pass, and what it answers: products, collectives, operators. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from hpcrl.runtime.layout import Layout
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import MoeConfig
+    from hpcrl.model.shape import Lora
+
+FP32, INT16, INT64 = 4, 2, 8  # bytes
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The part of a micro-batch that a rank computes, and how the rank computes it.
+
+    The rank has `tokens` tokens after the division over context-parallel ranks. A weight or an activation has
+    `itemsize` bytes. `sequence_parallel` and `lora` are those of `hpcrl.model.build.build_model`. Without `on_gpu`
+    RMSNorm in bf16 keeps more, and attention under context parallelism has masks. Sequences have `longest` tokens, and
+    context parallelism may cut them. `moe` has the losses of routers. The expert with most tokens has `load_imbalance`
+    times the mean.
+    """
+
+    layout: Layout
+    tokens: int
+    itemsize: int
+    sequence_parallel: bool = True
+    lora: Lora | None = None
+    on_gpu: bool = True
+    longest: int = 0
+    moe: MoeConfig | None = None
+    load_imbalance: float = 1.0
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether tensor-parallel ranks divide the tokens between tensor-parallel regions."""
+        return self.sequence_parallel and self.layout.tp > 1
+
+    @property
+    def local(self) -> int:
+        """Tokens of this rank between tensor-parallel regions."""
+        return self.tokens // self.layout.tp if self.shares_tokens else self.tokens
+
+    def hidden(self, width: int) -> int:
+        """Bytes of the rank's hidden states, `width` numbers for each token."""
+        return self.local * width * self.itemsize
+
+    def gathered(self, width: int) -> int:
+        """Bytes of the hidden states of all tensor-parallel ranks; 0 if the ranks do not divide the tokens."""
+        return self.hidden(width) * self.layout.tp if self.shares_tokens else 0
+
+    @property
+    def norm_keeps_input(self) -> bool:
+        """Whether RMSNorm is one function, which keeps its input. Otherwise it keeps copies of the input in fp32."""
+        return self.on_gpu or self.itemsize == FP32
+
+    @property
+    def norm_copies(self) -> int:
+        """Copies in fp32 that RMSNorm keeps: the input, and for the gradient of its weight the normalised input."""
+        return 2 if self.lora is None else 1
+
+    def norm(self, rows: int, width: int) -> int:
+        """Bytes that RMSNorm keeps: its input, scale and output."""
+        inside = self.itemsize * width if self.norm_keeps_input else self.norm_copies * FP32 * width
+        return rows * (inside + FP32 + self.itemsize * width)
+
+
+class Matrix(NamedTuple):
+    """A weight that multiplies rows of `inner` numbers into rows of `outer`."""
+
+    inner: int
+    outer: int
+
+
+class Products(NamedTuple):
+    """`rows` rows times each of the matrices.
+
+    groups: matrices over which the rows are divided. uneven: rows of the rank with most, as a multiple of the mean.
+    moved: bytes that are read and written to sort the rows.
+    """
+
+    rows: float
+    matrices: tuple[Matrix, ...]
+    groups: float = 1.0
+    uneven: float = 1.0
+    moved: float = 0.0
+
+
+class Collective(NamedTuple):
+    """A collective of the ranks that differ along the axes `dims` of a layout.
+
+    nbytes: see the method `kind` of `hpcrl.forecast.time.collectives.Network`. times: in a training pass.
+    """
+
+    kind: Literal["all_gather", "all_to_all"]
+    nbytes: float
+    dims: tuple[str, ...]
+    times: int = 2
+
+
+class Launches(NamedTuple):
+    """Operators that PyTorch runs, views included: each takes a host's time, whatever it computes.
+
+    forward: without gradients. training: in the forward and the backward pass. engine: in a pass of the native engine.
+    graph: kernels of such a pass in a CUDA graph.
+    """
+
+    forward: float
+    training: float
+    engine: float
+    graph: float
