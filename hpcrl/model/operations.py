@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 from hpcrl.model.blocks.block import blocks_of
-from hpcrl.model.blocks.work import MicroBatch
+from hpcrl.model.blocks.micro_batch import MicroBatch
 from hpcrl.model.params import ONE_RANK
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision, tower_tensors
@@ -17,7 +17,7 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -
     """Return the operations of one pass over sequences of these lengths, with the head at `num_outputs` of their
     tokens.
 
-    Each weight of a matrix counts 2 per token, active experts only. For causal attention each head counts 2 * head_dim *
+    Each weight of a matrix counts 2 per token, active experts only. Each head of causal attention counts 2 * head_dim *
     (L + 1) L / 2 for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms, rotary embedding and softmax
     do not count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). See `tower_flops` for a vision tower.
     """
@@ -45,9 +45,9 @@ def operations(shape: ModelShape) -> tuple[float, float, float]:
     token = MicroBatch(ONE_RANK, 1, 1)
     per_token = per_pair = 0.0
     for block, count in blocks_of(shape.layers).items():
-        for products in block.products(token):
-            per_token += count * products.rows * sum(math.prod(matrix) for matrix in products.matrices)
-        per_pair += count * block.pair_width(1)
+        its = block.computation(token)
+        per_token += count * sum(each.rows * sum(map(math.prod, each.matrices)) for each in its.products)
+        per_pair += count * its.pair_width
     return 2.0 * per_token, 2.0 * shape.padded_vocab_size * shape.hidden_size, 2.0 * per_pair
 
 

@@ -15,6 +15,7 @@ from hpcrl.forecast.time.cost import NOTHING, Cost
 from hpcrl.forecast.time.lengths import Lengths, spread
 from hpcrl.forecast.time.passes import Micro, PassModel
 from hpcrl.model.blocks.block import blocks_of
+from hpcrl.model.blocks.micro_batch import Computation
 
 SIMULATED = 1024  # sequences of an engine that are scheduled one by one; of more, each stands for several
 GROUPS = 12  # decode steps with about equally many running sequences are computed together
@@ -84,17 +85,18 @@ class Engine:
     def cached(self, sequences: float, lengths: Lengths) -> Cost:
         """Return the cost of attention over the KV cache. Reading a cached token takes the larger of the time of its
         bytes and that of its operations."""
-        units, tp, seconds = self.model.units, self.model.layout.tp, 0.0
-        for block, count in blocks_of(self.model.shape.layers).items():
-            moving = block.cached_width(tp) * units.itemsize / units.bandwidth
-            computing = 2.0 * block.decode_width(tp) / units.attended.flops
+        units, seconds = self.model.units, 0.0
+        for it, count in computations_of(self.model):
+            moving = it.cached_width * units.itemsize / units.bandwidth
+            computing = 2.0 * it.decode_width / units.attended.flops
             seconds += sequences * lengths.cached * count * max(moving, computing)
         return Cost(attention=seconds)
 
 
-def cached_width(model: PassModel) -> int:
-    """Return the numbers of a token that a rank caches in all layers."""
-    return sum(count * block.cached_width(model.layout.tp) for block, count in blocks_of(model.shape.layers).items())
+def computations_of(model: PassModel) -> list[tuple[Computation, int]]:
+    """Return the computation of each kind of block for a token, and how many layers have the block."""
+    token = model.batch(Micro(1.0, 0.0, 1.0, 1.0))
+    return [(block.computation(token), count) for block, count in blocks_of(model.shape.layers).items()]
 
 
 @lru_cache(maxsize=1024)

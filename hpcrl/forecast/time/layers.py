@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from hpcrl.config.schema import Config
 from hpcrl.forecast.memory.memory import with_keys
 from hpcrl.model.blocks.block import Layer
-from hpcrl.model.blocks.work import MicroBatch
+from hpcrl.model.blocks.micro_batch import Computation
 from hpcrl.model.params import SCALAR_HEADS, Head, chunk_layers
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
@@ -25,8 +25,8 @@ from hpcrl.runtime.layout import Layout
 class Operators(NamedTuple):
     """The operators of one way to run a model.
 
-    `run` is the field of `hpcrl.model.blocks.work.Launches` that counts. One of these operators takes `launches` times
-    as long as the operator of a plain layer, which takes `device.launch`. Under tensor parallelism a layer has
+    `run` is the field of `hpcrl.model.blocks.micro_batch.Launches` that counts. One of these operators takes `launches`
+    times as long as the operator of a plain layer, which takes `device.launch`. Under tensor parallelism a layer has
     `tensor_parallel` operators more, under context parallelism `context_parallel`, and `adapter` for each pair of
     LoRA's matrices. A micro-batch has `batch` operators before its first layer, and `split` more with context
     parallelism. `lm` and `scalar` are those of a head and of what is computed from its outputs. Each sequence of a
@@ -44,12 +44,11 @@ class Operators(NamedTuple):
     scalar: float
     sequence: float
 
-    def of_layer(self, layer: Layer, batch: MicroBatch, num_adapters: int = 0) -> float:
-        """Return those of a layer with so many matrices of adapters."""
-        layout, found = batch.layout, 0.0
-        for block in layer.blocks:
-            for each, times in block.launches(batch):
-                found += times * getattr(each, self.run)
+    def of_layer(self, blocks: Iterable[Computation], layout: Layout, num_adapters: int = 0) -> float:
+        """Return those of a layer, by the computations of its blocks. It has so many matrices of adapters."""
+        found = 0.0
+        for each, times in (launched for block in blocks for launched in block.launches):
+            found += times * getattr(each, self.run)
         found += self.tensor_parallel * (layout.tp > 1) + self.context_parallel * (layout.cp > 1)
         return found + self.adapter * num_adapters / 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ from hpcrl.forecast.time.layers import (
     numbers_of,
     stages_of,
 )
-from hpcrl.model.blocks.block import Block, Layer, matrices
-from hpcrl.model.blocks.work import FP32, Matrix, MicroBatch, Products
+from hpcrl.model.blocks.block import Layer, matrices
+from hpcrl.model.blocks.micro_batch import FP32, Computation, Matrix, MicroBatch
 from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
@@ -83,44 +83,42 @@ class PassModel:
 
     def forward(self, micro: Micro) -> list[Cost]:
         """Return the cost of a pass without gradients on each stage."""
-        layers = self._layers(micro)
-
-        def cost(stage: Stage) -> Cost:
-            found = _of_stage(stage, layers.forward) + self._ends(stage, micro, trains=False)
-            return self._launched(found, stage, layers, self.operators)
-
-        return self._of_stages(cost)
+        return self._of_stages(micro, self.operators, trains=False)
 
     def training(self, micro: Micro) -> list[Cost]:
         """Return the cost of a forward and a backward pass on each stage, with what is recomputed."""
-        layers = self._layers(micro)
+        return self._of_stages(micro, TRAINING, trains=True)
 
-        def cost(stage: Stage) -> Cost:
-            found = _of_stage(stage, layers.training) + _of_stage(stage, layers.again) * self._share_again(stage)
-            return self._launched(found + self._ends(stage, micro, trains=True), stage, layers, TRAINING)
-
-        return self._of_stages(cost)
-
-    def _layers(self, micro: Micro) -> LayerCosts:
-        fixed = self.units.itemsize, self.sequence_parallel, self.lora
+    def batch(self, micro: Micro) -> MicroBatch:
+        """Return a micro-batch as blocks see it."""
         tokens: Any = micro.tokens  # a mean
-        return LayerCosts(self, micro, MicroBatch(self.layout, tokens, *fixed, load_imbalance=self.load_imbalance))
+        fixed = self.units.itemsize, self.sequence_parallel, self.lora
+        return MicroBatch(self.layout, tokens, *fixed, load_imbalance=self.load_imbalance)
 
-    def _of_stages(self, cost: Callable[[Stage], Cost]) -> list[Cost]:
-        """Return the cost of each stage. Equal stages are computed once."""
-        costs = {stage: cost(stage) for stage in {*self.stages}}
-        return [costs[stage] for stage in self.stages]
+    def _of_stages(self, micro: Micro, operators: Operators, *, trains: bool) -> list[Cost]:
+        batch, kinds = self.batch(micro), {layer: None for stage in self.stages for layer, _ in stage.layers}
+        layers = {layer: LayerCost(self, micro, batch, layer) for layer in kinds}
+        each = {layer: it.training() if trains else it.forward() for layer, it in layers.items()}
+        again = {layer: it.again() if trains else NOTHING for layer, it in layers.items()}
+        found = {}
+        for stage in {*self.stages}:  # equal ones are computed once
+            cost = _of_stage(stage, each) + _of_stage(stage, again) * self._share_again(stage)
+            cost = cost + self._ends(stage, micro, trains=trains)
+            found[stage] = self._launched(cost, stage, layers, operators, micro)
+        return [found[stage] for stage in self.stages]
 
-    def _launched(self, cost: Cost, stage: Stage, layers: LayerCosts, operators: Operators) -> Cost:
+    def _launched(
+        self, cost: Cost, stage: Stage, layers: Mapping[Layer, LayerCost], operators: Operators, micro: Micro
+    ) -> Cost:
         """Return the cost with the host's time for all operators of a micro-batch, in place of those that it has. A
         GPU's host is ahead of it, so that only what takes longer than the GPU's work counts."""
-        micro, batch = layers.micro, layers.batch
         count = operators.of_batch(self.layout) + operators.of_head(self.head) * stage.is_last
         count += operators.sequence * micro.tokens / micro.length
         for layer, number in stage.layers:
-            each = operators.of_layer(layer, batch, len(layers.adapters(layer)))
+            it = layers[layer]
+            each = operators.of_layer(it.computations, self.layout, len(it.adapters))
             if operators is TRAINING and self.recompute is not None and self.recompute.granularity == "full":
-                each += FORWARD.of_layer(layer, batch) * self._share_again(stage)
+                each += FORWARD.of_layer(it.computations, self.layout) * self._share_again(stage)
             count += number * each
         launches = count * operators.launches * self.units.launch
         if self.units.is_ahead:
@@ -133,7 +131,7 @@ class PassModel:
 
     def send(self, micro: Micro) -> float:
         """Return the seconds in which a stage sends a micro-batch's activations to the next one, or gradients back."""
-        nbytes = self._layers(micro).batch.hidden(self.shape.hidden_size)
+        nbytes = self.batch(micro).hidden(self.shape.hidden_size)
         return self.network.send(nbytes, group_of(self.layout, self.ranks_per_node, "pp"))
 
     def _share_again(self, stage: Stage) -> float:
@@ -150,10 +148,8 @@ class PassModel:
         passes = 2 if trains else 1
         if stage.is_first:
             found = found + units.moved(passes * 2.0 * micro.tokens * hidden)
-            reduced = self.network.all_gather(micro.tokens * hidden, self.tp_group) * (
-                1 if self._layers(micro).batch.shares_tokens else 2
-            )
-            found = found + Cost(communication=passes * reduced)
+            gathers = passes * (1 if self.batch(micro).shares_tokens else 2)
+            found = found + Cost(communication=gathers * self.network.all_gather(micro.tokens * hidden, self.tp_group))
         if stage.is_last:
             found = found + self._head(micro, trains=trains)
         return found
@@ -176,105 +172,110 @@ class PassModel:
 
 
 @dataclass(frozen=True)
-class LayerCosts:
-    """The costs of layers for a micro-batch: sums over their blocks."""
+class LayerCost:
+    """The cost of a layer for a micro-batch: sums over its blocks."""
 
     model: PassModel
     micro: Micro
     batch: MicroBatch
+    layer: Layer
 
-    def adapters(self, layer: Layer) -> tuple[Matrix, ...]:
-        """Return the matrices of adapters. Those of experts are small beside the others."""
-        parts = layer.parts(self.batch.layout, self.batch.lora)
+    @cached_property
+    def computations(self) -> tuple[Computation, ...]:
+        return tuple(block.computation(self.batch) for block in self.layer.blocks)
+
+    @cached_property
+    def adapters(self) -> tuple[Matrix, ...]:
+        """The matrices of adapters. Those of experts are small beside the others."""
+        parts = self.layer.parts(self.batch.layout, self.batch.lora)
         return matrices((part for part in parts if not part.is_expert), are_adapters=True)
 
-    def forward(self, layer: Layer) -> Cost:
+    def forward(self) -> Cost:
         """Return the cost of a pass without gradients."""
-        attention, mlp = layer.blocks
-        found = sum(self._low_rank(layer), self._products(attention)) + self._core(attention)
-        found = found + self._products(mlp) + self._core(mlp) + self._elementwise(layer)
-        exchanged = sum(map(self._exchanged, layer.blocks))
-        return found + Cost(communication=self._reductions(layer) + exchanged)
+        found, (attention, mlp) = self._elementwise(), self.computations
+        first = sum(self._low_rank(), self._products(attention)) + self._core(attention)
+        communication = self._reductions() + sum(map(self._exchanged, self.computations))
+        return first + self._products(mlp) + self._core(mlp) + found + Cost(communication=communication)
 
-    def training(self, layer: Layer) -> Cost:
+    def training(self) -> Cost:
         """Return the cost of a forward and a backward pass.
 
         A backward pass has two products per product, of frozen weights one. Sequence parallelism gathers a layer's
         input again for the gradient of the weights: three gathers for two (Korthikanti et al. 2022, arXiv:2205.05198,
-        section 4.2.2).
+        section 4.2.2). Gradients are added to those of other micro-batches.
         """
-        is_frozen = self.batch.lora is not None
-        found = sum(map(self._products, layer.blocks), NOTHING) * (2.0 if is_frozen else 3.0)
-        found = found + sum(self._low_rank(layer), NOTHING) * 3.0
-        found = found + sum(map(self._core, layer.blocks), NOTHING) * (1 + BACKWARD_ATTENTION)
-        found = found + self._elementwise(layer) * 3.0
-        # Gradients are added to those of other micro-batches.
-        summed = 0 if is_frozen else sum(part.numel for part in layer.parts(self.batch.layout))
-        reductions = self._reductions(layer) * (2.5 if self.batch.shares_tokens else 2.0)
-        exchanged = sum(self._exchanged(block, trains=True) for block in layer.blocks)
-        return found + self.model.units.moved(2.0 * FP32 * summed) + Cost(communication=reductions + exchanged)
+        is_frozen, parts = self.batch.lora is not None, self.layer.parts(self.batch.layout)
+        found = sum(map(self._products, self.computations), NOTHING) * (2.0 if is_frozen else 3.0)
+        found = found + sum(self._low_rank(), NOTHING) * 3.0
+        found = (
+            found
+            + sum(map(self._core, self.computations), NOTHING) * (1 + BACKWARD_ATTENTION)
+            + self._elementwise() * 3.0
+        )
+        found = found + self.model.units.moved(2.0 * FP32 * (0 if is_frozen else sum(part.numel for part in parts)))
+        reductions = self._reductions() * (2.5 if self.batch.shares_tokens else 2.0)
+        return found + Cost(
+            communication=reductions + sum(self._exchanged(it, trains=True) for it in self.computations)
+        )
 
-    def again(self, layer: Layer) -> Cost:
+    def again(self) -> Cost:
         """Return the cost of what the backward pass computes again: all of the layer, or blocks (Chen et al. 2016,
-        arXiv:1604.06174; Korthikanti et al. 2022, section 5)."""
-        again = self.model.recompute
+        arXiv:1604.06174; Korthikanti et al. 2022, section 5). Of "core_attn" only attention itself is recomputed."""
+        again, found = self.model.recompute, NOTHING
         if again is None:
-            return NOTHING
+            return found
         if again.granularity == "full":
-            return self.forward(layer)
-        again_blocks = (block for block in layer.blocks if block.recomputed in again.modules)
-        return sum(map(self._recomputed, again_blocks), NOTHING)
+            return self.forward()
+        for block, it in zip(self.layer.blocks, self.computations, strict=True):
+            if block.recomputed in again.modules:
+                found = found + self._core(it)
+                if block.recomputed != "core_attn":
+                    found = found + self._products(it) + Cost(communication=self._exchanged(it))
+        return found
 
-    def _recomputed(self, block: Block) -> Cost:
-        if block.recomputed == "core_attn":
-            return self._core(block)
-        return self._products(block) + Cost(communication=self._exchanged(block))
+    def _products(self, block: Computation) -> Cost:
+        """Return the cost of products on a rank with the mean number of rows, which waits for the one with most."""
+        units, found = self.model.units, NOTHING
+        for it in block.products:
+            rows = it.rows * it.uneven
+            most = sum((units.product(rows, *matrix, groups=it.groups) for matrix in it.matrices), NOTHING)
+            found = found + (most * (1.0 / it.uneven) + (units.moved(it.moved) if it.moved else NOTHING))
+            found = found + Cost(waiting=(it.uneven - 1.0) / it.uneven * most.seconds)
+        return found
 
-    def _products(self, block: Block) -> Cost:
-        return sum(map(self._product, block.products(self.batch)), NOTHING)
+    def _low_rank(self) -> Iterator[Cost]:
+        return (self.model.units.product(self.batch.tokens, *matrix) for matrix in self.adapters)
 
-    def _product(self, it: Products) -> Cost:
-        """Return the cost on a rank with the mean number of rows, which waits for the one with most."""
-        units = self.model.units
-        rows = it.rows * it.uneven
-        most = sum((units.product(rows, *matrix, groups=it.groups) for matrix in it.matrices), NOTHING)
-        sorting = units.moved(it.moved) if it.moved else NOTHING
-        return most * (1.0 / it.uneven) + sorting + Cost(waiting=(it.uneven - 1.0) / it.uneven * most.seconds)
-
-    def _low_rank(self, layer: Layer) -> Iterator[Cost]:
-        return (self.model.units.product(self.batch.tokens, *matrix) for matrix in self.adapters(layer))
-
-    def _core(self, block: Block) -> Cost:
+    def _core(self, block: Computation) -> Cost:
         """Return the cost of attention between tokens."""
-        width, micro = block.pair_width(self.batch.layout.tp), self.micro
+        micro, width = self.micro, block.pair_width
         return self.model.units.attention(micro.pairs, micro.length, width) if width else NOTHING
 
-    def _elementwise(self, layer: Layer) -> Cost:
+    def _elementwise(self) -> Cost:
         """Return the cost of two norms (read, write), two residual sums (two reads, a write), and of the blocks."""
-        batch = self.batch
-        of_blocks = sum(block.elementwise(batch.layout.tp) for block in layer.blocks)
-        numbers = batch.local * 10 * layer.norms.hidden_size + batch.tokens * of_blocks
-        return self.model.units.moved(numbers * batch.itemsize)
+        of_blocks = self.batch.tokens * sum(it.elementwise for it in self.computations)
+        numbers = self.batch.local * 10 * self.model.shape.hidden_size + of_blocks
+        return self.model.units.moved(numbers * self.batch.itemsize)
 
-    def _reductions(self, layer: Layer) -> float:
+    def _reductions(self) -> float:
         """Return the seconds of all-reduces, or of as many pairs of a gather and a reduce-scatter (Shoeybi et al. 2019,
         arXiv:1909.08053, section 3; Korthikanti et al. 2022, section 4.2)."""
         batch, network, group = self.batch, self.model.network, self.model.tp_group
-        nbytes = batch.tokens * layer.norms.hidden_size * batch.itemsize
+        nbytes = batch.tokens * self.model.shape.hidden_size * batch.itemsize
         each = 2.0 * network.all_gather(nbytes, group) if batch.shares_tokens else network.all_reduce(nbytes, group)
-        return each * sum(block.reductions(batch) for block in layer.blocks)
+        return each * sum(it.reductions for it in self.computations)
 
-    def _exchanged(self, block: Block, *, trains: bool = False) -> float:
+    def _exchanged(self, block: Computation, *, trains: bool = False) -> float:
         """Return the seconds of the other collectives."""
         model, seconds = self.model, 0.0
-        for each in block.exchanges(self.batch):
+        for each in block.exchanges:
             group = group_of(model.layout, model.ranks_per_node, *each.dims)
             seconds += getattr(model.network, each.kind)(each.nbytes, group) * (each.times if trains else 1)
         return seconds
 
 
-def _of_stage(stage: Stage, each: Callable[[Layer], Cost]) -> Cost:
-    return sum((each(layer) * count for layer, count in stage.layers), NOTHING)
+def _of_stage(stage: Stage, each: Mapping[Layer, Cost]) -> Cost:
+    return sum((each[layer] * count for layer, count in stage.layers), NOTHING)
 
 
 @lru_cache(maxsize=512)

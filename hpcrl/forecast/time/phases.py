@@ -18,7 +18,7 @@ from hpcrl.forecast.memory.memory import GIB, NEEDED, Phase, TrainingPlan
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE
 from hpcrl.forecast.time.collectives import Moved, Network, group_of, refit_cost, refit_shares
 from hpcrl.forecast.time.cost import Cost, Units
-from hpcrl.forecast.time.decode import Engine, Work, cached_width
+from hpcrl.forecast.time.decode import Engine, Work, computations_of
 from hpcrl.forecast.time.layers import ENGINE, GRAPH, numbers_of, stages_of
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import BACKWARD_ATTENTION, PassModel, Recompute
@@ -274,7 +274,8 @@ class JobTimes:
     def _slots(self, most: int) -> int:
         """Sequences that run at once: at most as the engine allows, and as the KV cache holds at their mean length."""
         model = self.engine.model
-        each = self.lengths.mean * cached_width(model) * model.units.itemsize
+        cached = sum(count * it.cached_width for it, count in computations_of(model))
+        each = self.lengths.mean * cached * model.units.itemsize
         return max(1, min(most, int(self._kv_cache() / each)))
 
     def _kv_cache(self) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
-from hpcrl.model.blocks.work import Collective, Launches, Matrix, MicroBatch, Products
+from hpcrl.model.blocks.micro_batch import Computation, Held, Matrix, MicroBatch, Products
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -84,7 +84,7 @@ class Block:
     `title` is its name in messages. `supports` has the features that it works with; what is not listed is an error.
     `recomputed` is its word in `model.recompute.modules`.
 
-    The methods from `kept` on describe what a rank does with a `MicroBatch`. Bytes and times are sums of them.
+    The bytes and the seconds of a pass are sums of what blocks return for a `MicroBatch`.
     """
 
     hidden_size: int
@@ -135,57 +135,17 @@ class Block:
         """Return the bytes of each token that a micro-batch has for the block, by name. Blocks share equal names."""
         return {}
 
-    def kept(self, batch: MicroBatch) -> int:
-        """Return the bytes that autograd keeps between the forward and the backward pass, without adapters."""
+    def held(self, batch: MicroBatch) -> Held:
         raise NotImplementedError
 
-    def kept_inputs(self, batch: MicroBatch) -> int:
-        """Return the bytes that are kept instead if the block is recomputed."""
-        return 0
-
     def kept_by_adapters(self, batch: MicroBatch) -> int:
-        """Return the bytes by which adapters change `kept`."""
+        """Return the bytes by which adapters change what is kept."""
         return low_rank_bytes(self.weights(), batch, batch.layout.tp, batch.tokens, batch.local)
 
-    def peak(self, batch: MicroBatch) -> int:
-        """Return the most bytes in a forward pass without gradients."""
-        return self.kept(batch)
-
-    def backward_peak(self, batch: MicroBatch) -> int:
-        """Return the bytes at the end of the backward pass, besides what is kept and two hidden states."""
-        return 0
-
-    def products(self, batch: MicroBatch) -> Iterator[Products]:
-        """Yield the matrix products of the forward pass, without those of adapters."""
-        yield Products(batch.tokens, matrices(part for part in self.parts(batch.layout) if not part.is_expert))
-
-    def pair_width(self, tp: int) -> float:
-        """Return the products of numbers that a rank computes for each pair of tokens in attention."""
-        return 0.0
-
-    def decode_width(self, tp: int) -> float:
-        """Return the same for a new token and a cached one in a decode step."""
-        return self.pair_width(tp)
-
-    def cached_width(self, tp: int) -> int:
-        """Return the numbers of a token that a rank of a generation engine caches and a decode step reads."""
-        return 0
-
-    def elementwise(self, tp: int) -> float:
-        """Return the numbers of a token that a rank reads and writes in elementwise operators."""
-        return 0.0
-
-    def reductions(self, batch: MicroBatch) -> int:
-        """Return how many times tensor-parallel ranks sum hidden states."""
-        return 1
-
-    def exchanges(self, batch: MicroBatch) -> Iterator[Collective]:
-        """Yield the other collectives."""
-        return iter(())
-
-    def launches(self, batch: MicroBatch) -> Iterator[tuple[Launches, float]]:
-        """Yield operators, and how many times they run, on a rank without parallelism and adapters."""
-        return iter(())
+    def computation(self, batch: MicroBatch) -> Computation:
+        """Return the products with all weights but those of experts; blocks add to it."""
+        dense = matrices(part for part in self.parts(batch.layout) if not part.is_expert)
+        return Computation((Products(batch.tokens, dense),))
 
 
 @lru_cache(maxsize=512)
@@ -277,23 +237,24 @@ class Layer:
         """Return the bytes that autograd keeps, if blocks with the words `recomputed` are recomputed."""
         total = 2 * batch.norm(batch.local, self.norms.hidden_size)
         for block in self.blocks:
-            kept = block.kept_inputs(batch) if block.recomputed in recomputed else block.kept(batch)
-            total += kept + block.kept_by_adapters(batch)
+            held = block.held(batch)
+            total += held.inputs if block.recomputed in recomputed else held.kept
+            total += block.kept_by_adapters(batch)
         return total
 
     def held_again(self, batch: MicroBatch, recomputed: Collection[str]) -> int:
         """Return the most bytes that the recomputation of a block adds to what is kept."""
-        again = (block for block in self.blocks if block.recomputed in recomputed)
-        return max((block.kept(batch) - block.kept_inputs(batch) for block in again), default=0)
+        again = (block.held(batch) for block in self.blocks if block.recomputed in recomputed)
+        return max((held.kept - held.inputs for held in again), default=0)
 
     def peak(self, batch: MicroBatch) -> int:
         """Return the most bytes in a forward pass without gradients."""
-        hidden = batch.hidden(self.norms.hidden_size)
-        return 3 * hidden + max(self.attention.peak(batch), hidden + self.mlp.peak(batch))
+        hidden, (attention, mlp) = batch.hidden(self.norms.hidden_size), (block.held(batch) for block in self.blocks)
+        return 3 * hidden + max(attention.peak, hidden + mlp.peak)
 
     def backward_peak(self, batch: MicroBatch) -> int:
         """Return the bytes besides what is kept in the backward pass of the MLP, at its end."""
-        return 2 * batch.hidden(self.norms.hidden_size) + self.mlp.backward_peak(batch)
+        return 2 * batch.hidden(self.norms.hidden_size) + self.mlp.held(batch).backward
 
 
 def blocks_of(layers: Iterable[Layer]) -> Counter[Block]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hpcrl.model.blocks.block import Block, Feature, Projection, Weight
-from hpcrl.model.blocks.work import Launches, MicroBatch
+from hpcrl.model.blocks.micro_batch import Computation, Held, Launches, MicroBatch
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -48,26 +48,19 @@ class FeedForward(Block):
 
         use_swiglu(spec)
 
-    def kept(self, batch: MicroBatch) -> int:
-        return batch.tokens * swiglu_width(self.ffn_hidden_size) // batch.layout.tp * batch.itemsize
+    def held(self, batch: MicroBatch) -> Held:
+        """Return what is held. With adapters the peak is that of the gathered input and the output of an adapter of
+        gate or up before the sum, which is more than SwiGLU holds later."""
+        width = self.ffn_hidden_size // batch.layout.tp
+        kept = peak = batch.tokens * swiglu_width(self.ffn_hidden_size) // batch.layout.tp * batch.itemsize
+        if batch.lora is not None:
+            is_adapted = not {"gate_proj", "up_proj"}.isdisjoint(batch.lora.targets)
+            peak += batch.gathered(self.hidden_size) + is_adapted * batch.tokens * width * batch.itemsize
+        return Held(kept, peak, backward=down_peak(batch, batch.tokens, self.hidden_size, width))
 
-    def peak(self, batch: MicroBatch) -> int:
-        """Return the most bytes; with adapters, of the gathered input and the output of an adapter of gate or up before
-        it is added, which is more than SwiGLU holds later."""
-        if batch.lora is None:
-            return self.kept(batch)
-        is_adapted = not {"gate_proj", "up_proj"}.isdisjoint(batch.lora.targets)
-        added = is_adapted * batch.tokens * (self.ffn_hidden_size // batch.layout.tp) * batch.itemsize
-        return self.kept(batch) + batch.gathered(self.hidden_size) + added
-
-    def backward_peak(self, batch: MicroBatch) -> int:
-        return down_peak(batch, batch.tokens, self.hidden_size, self.ffn_hidden_size // batch.layout.tp)
-
-    def elementwise(self, tp: int) -> float:
-        return 3 * (self.ffn_hidden_size / tp)
-
-    def launches(self, batch: MicroBatch) -> Iterator[tuple[Launches, float]]:
-        yield FEED_FORWARD, 1
+    def computation(self, batch: MicroBatch) -> Computation:
+        activation = 3 * (self.ffn_hidden_size / batch.layout.tp)
+        return super().computation(batch)._replace(elementwise=activation, launches=((FEED_FORWARD, 1),))
 
 
 def swiglu_width(ffn_hidden_size: int) -> int:

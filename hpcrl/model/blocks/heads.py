@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from hpcrl.model.blocks.block import Block
-from hpcrl.model.blocks.work import FP32, Collective, Launches, MicroBatch
+from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, MicroBatch
 
 ATTENTION = Launches(60, 155, 43, 9)  # with the layer's norms and sums
 HEAD_NORM = Launches(10, 56, 8, 1)
@@ -48,7 +47,12 @@ class HeadsBlock(Block):
     def inputs(self) -> dict[str, int]:
         return {"rotary angles": self.heads.rope_dim * FP32}
 
-    def kept(self, batch: MicroBatch) -> int:
+    def held(self, batch: MicroBatch) -> Held:
+        """Return what is held; of a recomputed block queries, keys and values, and the output."""
+        inputs = batch.tokens * 2 * sum(self._widths(batch.layout.tp)) * batch.itemsize
+        return Held(self._kept(batch), self._peak(batch), inputs)
+
+    def _kept(self, batch: MicroBatch) -> int:
         """Return the bytes of queries, keys, values, output and its logarithmic sums, and of the packed output. Context
         parallelism adds keys and values of other ranks."""
         heads, tp, itemsize = self.heads, batch.layout.tp, batch.itemsize
@@ -64,11 +68,7 @@ class HeadsBlock(Block):
             total += batch.tokens * (inside + (queries + heads.groups // tp) * FP32)
         return total
 
-    def kept_inputs(self, batch: MicroBatch) -> int:
-        """Return the bytes of queries, keys and values, and of the output."""
-        return batch.tokens * 2 * sum(self._widths(batch.layout.tp)) * batch.itemsize
-
-    def peak(self, batch: MicroBatch) -> int:
+    def _peak(self, batch: MicroBatch) -> int:
         """Return the most bytes, with the output of the projections. In bf16 the CPU's norm of queries has four copies
         of them in fp32."""
         heads, layout, tokens = self.heads, batch.layout, batch.tokens
@@ -84,29 +84,24 @@ class HeadsBlock(Block):
         gathered = batch.gathered(self.hidden_size) if batch.lora is not None else 0
         return tokens * self.projected(layout.tp) * batch.itemsize + max(norm, inside * batch.itemsize) + gathered
 
-    def pair_width(self, tp: int) -> float:
-        heads = self.heads
-        return heads.queries / tp * (heads.key_dim + heads.value_dim)
-
-    def cached_width(self, tp: int) -> int:
-        heads = self.heads
-        return -(-heads.groups // tp) * (heads.key_dim + heads.value_dim)
-
-    def elementwise(self, tp: int) -> float:
-        """Return the numbers of the rotary embedding."""
-        heads = self.heads
-        return 2 * ((heads.queries + heads.groups) * heads.key_dim / tp)
-
-    def exchanges(self, batch: MicroBatch) -> Iterator[Collective]:
-        """Yield the gathering of keys and values of all context-parallel ranks; their gradients are scattered."""
-        heads, layout = self.heads, batch.layout
-        if layout.cp > 1:
-            width = heads.groups / layout.tp * (heads.key_dim + heads.value_dim)
-            yield Collective("all_gather", batch.tokens * layout.cp * width * batch.itemsize, ("cp",))
-
-    def launches(self, batch: MicroBatch) -> Iterator[tuple[Launches, float]]:
-        yield ATTENTION, 1
-        yield HEAD_NORM, self.heads.has_norm
+    def computation(self, batch: MicroBatch) -> Computation:
+        """Return the computation. The rotary embedding is elementwise. Context-parallel ranks gather keys and values,
+        and their gradients are scattered."""
+        heads, layout, found = self.heads, batch.layout, super().computation(batch)
+        width, rotated = heads.key_dim + heads.value_dim, (heads.queries + heads.groups) * heads.key_dim
+        of_pair, gathered = (
+            heads.queries / layout.tp * width,
+            batch.tokens * layout.cp * heads.groups / layout.tp * width,
+        )
+        keys = Collective("all_gather", gathered * batch.itemsize, ("cp",))
+        return found._replace(
+            elementwise=2 * (rotated / layout.tp),
+            pair_width=of_pair,
+            decode_width=of_pair,
+            cached_width=-(-heads.groups // layout.tp) * width,
+            exchanges=(keys,) if layout.cp > 1 else (),
+            launches=((ATTENTION, 1), (HEAD_NORM, heads.has_norm)),
+        )
 
 
 def tails(batch: MicroBatch) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hpcrl.model.blocks.attention import output_projection
 from hpcrl.model.blocks.block import Feature, Weight
 from hpcrl.model.blocks.heads import Heads, HeadsBlock
-from hpcrl.model.blocks.work import MicroBatch
+from hpcrl.model.blocks.micro_batch import Computation, Held, MicroBatch
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -75,25 +75,24 @@ class Latent(HeadsBlock):
             "softmax_scale": self.softmax_scale,
         }
 
-    def kept(self, batch: MicroBatch) -> int:
-        """Return the bytes with those of the latents' norms. The key that heads share is a part of the projection's
-        output, which stays whole."""
-        widths, local = self.widths, batch.local
-        queries = batch.norm(local, widths.q_lora_rank) if widths.q_lora_rank else 0
-        shared = batch.hidden(widths.qk_rope_head_dim)
-        return super().kept(batch) + queries + batch.norm(local, widths.kv_lora_rank) + shared
+    def held(self, batch: MicroBatch) -> Held:
+        """Return what is held, with the norms of latents. The key that heads share is a part of the output of a
+        projection, which stays whole."""
+        widths, local, held = self.widths, batch.local, super().held(batch)
+        norms = batch.norm(local, widths.kv_lora_rank) + batch.hidden(widths.qk_rope_head_dim)
+        norms += batch.norm(local, widths.q_lora_rank) if widths.q_lora_rank else 0
+        return held._replace(kept=held.kept + norms)
 
     def projected(self, tp: int) -> int:
         """Return the numbers of queries, of keys, and of the product that values and a part of the keys come from."""
         of_head = 2 * self.head_dim + self.widths.qk_nope_head_dim + self.widths.v_head_dim
         return self.num_heads // tp * of_head
 
-    def cached_width(self, tp: int) -> int:
-        return self.widths.kv_lora_rank + self.widths.qk_rope_head_dim
-
-    def decode_width(self, tp: int) -> float:
-        """Queries are mapped to the width of the latent."""
-        return self.num_heads / tp * (2 * self.widths.kv_lora_rank + self.widths.qk_rope_head_dim)
+    def computation(self, batch: MicroBatch) -> Computation:
+        """Return the computation. The latent is cached, and in a decode step queries are mapped to its width."""
+        rank, rope = self.widths.kv_lora_rank, self.widths.qk_rope_head_dim
+        decode = self.num_heads / batch.layout.tp * (2 * rank + rope)
+        return super().computation(batch)._replace(decode_width=decode, cached_width=rank + rope)
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
         from hpcrl.model.blocks.latent_modules import latent_attention

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from hpcrl.model.blocks.block import Block, Feature, Weight, low_rank_bytes, matrices
 from hpcrl.model.blocks.expert_load import fullest_rank, most_of
 from hpcrl.model.blocks.feed_forward import down_peak, gated_weights, swiglu_width
-from hpcrl.model.blocks.work import FP32, INT64, Collective, Launches, MicroBatch, Products
+from hpcrl.model.blocks.micro_batch import FP32, INT64, Collective, Computation, Held, Launches, MicroBatch, Products
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ class MixtureOfExperts(Block):
         """Return the rows of all experts of a rank."""
         return batch.local * self.topk * batch.layout.etp
 
-    def kept(self, batch: MicroBatch) -> int:
-        layout, itemsize = batch.layout, batch.itemsize
+    def held(self, batch: MicroBatch) -> Held:
+        layout, itemsize, copies = batch.layout, batch.itemsize, self._copies(batch)
         # Routing: probabilities and which experts; ids, weights and order of those that were chosen.
         routing = batch.local * (self.num_experts * (FP32 + 1) + self.topk * (2 * INT64 + FP32))
         if batch.moe is not None:
@@ -120,28 +120,32 @@ class MixtureOfExperts(Block):
         inside = swiglu_width(self.ffn_hidden_size) + self.ffn_hidden_size
         expert = self.hidden_size + inside // layout.etp
         shared = batch.tokens * swiglu_width(self.shared_ffn_hidden_size) // layout.tp * itemsize
-        return routing + self._copies(batch) * (expert * itemsize + FP32) + shared
+        kept = routing + copies * (expert * itemsize + FP32) + shared
+        width = self.ffn_hidden_size // layout.etp
+        return Held(kept, kept, backward=down_peak(batch, copies, self.hidden_size, width))
 
     def kept_by_adapters(self, batch: MicroBatch) -> int:
         rows = self._copies(batch)
         experts = low_rank_bytes(self.expert_weights(), batch, batch.layout.etp, rows, rows)
         return super().kept_by_adapters(batch) + experts
 
-    def backward_peak(self, batch: MicroBatch) -> int:
-        width = self.ffn_hidden_size // batch.layout.etp
-        return down_peak(batch, self._copies(batch), self.hidden_size, width)
-
-    def products(self, batch: MicroBatch) -> Iterator[Products]:
-        """Yield the products of the router and the shared experts, and the grouped products of the experts that tokens
-        are sent to."""
-        yield from super().products(batch)
-        layout = batch.layout
+    def computation(self, batch: MicroBatch) -> Computation:
+        """Return the computation of the router and the shared experts, and the grouped products of the experts that
+        tokens are sent to. Where each rank sends its own tokens, only shared experts need a sum of hidden states."""
+        layout, found, each = batch.layout, super().computation(batch), self.num_experts // batch.layout.ep
         rows = batch.tokens * self.topk * layout.etp / layout.tp
         tokens = batch.tokens * layout.etp * layout.ep / layout.tp  # of the group
-        used = self.num_experts // layout.ep * (1.0 - (1.0 - self.topk / self.num_experts) ** tokens)
+        used = max(1.0, each * (1.0 - (1.0 - self.topk / self.num_experts) ** tokens))
         moved = 4.0 * (rows / layout.etp * self.hidden_size * batch.itemsize)  # sorted by expert, and back
         experts = matrices(part for part in self.parts(layout) if part.is_expert)
-        yield Products(rows, experts, max(1.0, used), self._uneven(batch, rows), moved)
+        exchanges = self._exchanges(batch) if layout.tp == 1 or batch.shares_tokens else ()
+        return found._replace(
+            products=(*found.products, Products(rows, experts, used, self._uneven(batch, rows), moved)),
+            elementwise=3 * ((self.inner_width + self.shared_ffn_hidden_size) / layout.tp),
+            reductions=0 if batch.shares_tokens and not self.shared_ffn_hidden_size else 1,
+            exchanges=tuple(exchanges),
+            launches=((MIXTURE, 1), (EXPERT, min(each, batch.tokens * self.topk))),  # of experts that have tokens
+        )
 
     def _uneven(self, batch: MicroBatch, rows: float) -> float:
         """Return the rows of the expert-parallel rank with most, as a multiple of the mean: as many as chance gives it,
@@ -150,14 +154,7 @@ class MixtureOfExperts(Block):
         preferred = fullest_rank(ep, self.num_experts, batch.load_imbalance)
         return min(float(ep), most_of(ep, rows * ep) * preferred)
 
-    def elementwise(self, tp: int) -> float:
-        return 3 * ((self.inner_width + self.shared_ffn_hidden_size) / tp)
-
-    def reductions(self, batch: MicroBatch) -> int:
-        """Return 0 if each rank sends its own tokens to experts and there are no shared experts."""
-        return 0 if batch.shares_tokens and not self.shared_ffn_hidden_size else 1
-
-    def exchanges(self, batch: MicroBatch) -> Iterator[Collective]:
+    def _exchanges(self, batch: MicroBatch) -> Iterator[Collective]:
         """Yield the collectives of megatron's all-to-all dispatcher, of the rank with most tokens.
 
         Tokens go to the ranks of their experts, their probabilities in a message of their own, and back. Ranks that
@@ -165,8 +162,6 @@ class MixtureOfExperts(Block):
         tokens of each expert. An engine's ranks have all tokens and exchange none.
         """
         layout = batch.layout
-        if layout.tp > 1 and not batch.shares_tokens:
-            return
         rows = batch.tokens * self.topk / layout.tp
         most, hidden = rows * self._uneven(batch, rows * layout.etp), self.hidden_size
         for width in (hidden * batch.itemsize, hidden * batch.itemsize, FP32):
@@ -174,7 +169,3 @@ class MixtureOfExperts(Block):
         for width in (hidden * batch.itemsize, FP32, hidden * FP32):
             yield Collective("all_gather", most * layout.etp * width, ("etp",))
         yield Collective("all_gather", INT64 * self.num_experts * layout.etp * layout.ep, ("etp", "ep"), times=1)
-
-    def launches(self, batch: MicroBatch) -> Iterator[tuple[Launches, float]]:
-        yield MIXTURE, 1
-        yield EXPERT, min(self.num_experts // batch.layout.ep, batch.tokens * self.topk)  # that have tokens

@@ -1,4 +1,4 @@
-"""What a block is asked about a pass, and what it answers: products, collectives, operators. No torch."""
+"""A micro-batch as blocks see it, and what a rank holds, computes and sends for it. No torch."""
 
 from __future__ import annotations
 
@@ -102,6 +102,20 @@ class Collective(NamedTuple):
     times: int = 2
 
 
+class Held(NamedTuple):
+    """Bytes that a rank holds for a block, without adapters.
+
+    Autograd keeps `kept` bytes between the forward and the backward pass, or `inputs` bytes if the block is recomputed.
+    A forward pass without gradients has `peak` bytes at most. The backward pass has `backward` bytes at its end,
+    besides what is kept and two hidden states.
+    """
+
+    kept: int
+    peak: int
+    inputs: int = 0
+    backward: int = 0
+
+
 class Launches(NamedTuple):
     """Operators that PyTorch runs, views included: each takes a host's time, whatever it computes.
 
@@ -113,3 +127,23 @@ class Launches(NamedTuple):
     training: float
     engine: float
     graph: float
+
+
+class Computation(NamedTuple):
+    """What a rank computes and sends for a block in a forward pass, without adapters.
+
+    Elementwise operators read and write `elementwise` numbers of each token. Attention multiplies and adds
+    `pair_width` numbers for each pair of tokens, and `decode_width` numbers for each cached token in a decode step. An
+    engine caches `cached_width` numbers of each token. Tensor-parallel ranks sum hidden states `reductions` times;
+    `exchanges` are the other collectives. `launches` are operators and how many times each runs, without those of
+    parallelism.
+    """
+
+    products: tuple[Products, ...]
+    elementwise: float = 0.0
+    pair_width: float = 0.0
+    decode_width: float = 0.0
+    cached_width: int = 0
+    reductions: int = 1
+    exchanges: tuple[Collective, ...] = ()
+    launches: tuple[tuple[Launches, float], ...] = ()
