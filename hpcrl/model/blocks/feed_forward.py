@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpcrl.runtime.groups import RoleGroups
 
 
-FEED_FORWARD = Launches(22, 56, 12, 4)
+FEED_FORWARD = Launches(14, 39, 8, 3)
 
 
 @dataclass(frozen=True)

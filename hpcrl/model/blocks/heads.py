@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 from hpcrl.model.blocks.block import Block
 from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, MicroBatch
 
-ATTENTION = Launches(60, 155, 43, 9)  # with the layer's norms and sums
+ATTENTION = Launches(68, 172, 47, 10)  # with the norms and sums of the layer
 HEAD_NORM = Launches(10, 56, 8, 1)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpcrl.runtime.groups import RoleGroups
 
 
-MIXTURE = Launches(75, 150, 21, 10)
+MIXTURE = Launches(67, 133, 17, 9)
 EXPERT = Launches(9.75, 30, 8, 0)
 
 
