@@ -187,8 +187,7 @@ class LayerCost:
     @cached_property
     def adapters(self) -> tuple[Matrix, ...]:
         """The matrices of adapters. Those of experts are small beside the others."""
-        parts = self.layer.parts(self.batch.layout, self.batch.lora)
-        return matrices((part for part in parts if not part.is_expert), are_adapters=True)
+        return matrices(self.layer.parts(self.batch.layout, self.batch.lora), are_adapters=True)
 
     def forward(self) -> Cost:
         """Return the cost of a pass without gradients."""
@@ -239,8 +238,8 @@ class LayerCost:
         for it in block.products:
             rows = it.rows * it.uneven
             most = sum((units.product(rows, *matrix, groups=it.groups) for matrix in it.matrices), NOTHING)
-            found = found + (most * (1.0 / it.uneven) + (units.moved(it.moved) if it.moved else NOTHING))
-            found = found + Cost(waiting=(it.uneven - 1.0) / it.uneven * most.seconds)
+            even = most * (1.0 / it.uneven) + Cost(waiting=(it.uneven - 1.0) / it.uneven * most.seconds)
+            found = found + (even + units.moved(it.moved) if it.moved else even)
         return found
 
     def _low_rank(self) -> Iterator[Cost]:

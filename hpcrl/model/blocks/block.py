@@ -144,27 +144,25 @@ class Block:
 
     def computation(self, batch: MicroBatch) -> Computation:
         """Return the products with all weights but those of experts; blocks add to it."""
-        dense = matrices(part for part in self.parts(batch.layout) if not part.is_expert)
-        return Computation((Products(batch.tokens, dense),))
+        return Computation((Products(batch.tokens, matrices(self.parts(batch.layout))),))
 
 
 @lru_cache(maxsize=512)
 def _parts(block: Block, tp: int, ep: int, etp: int, lora: Lora | None) -> tuple[Part, ...]:
-    found, experts = list[Part](), block.count_of_experts // ep
-    for weights, ranks, count, is_expert in (
-        (block.weights(), tp, 1, False),
-        (block.expert_weights(), etp, experts, True),
-    ):
+    found, each = list[Part](), block.count_of_experts // ep
+    for is_expert, weights, ranks in ((False, block.weights(), tp), (True, block.expert_weights(), etp)):
         for weight in weights:
-            found.append(Part(weight.local_size(ranks), count, is_expert))
-            found += [Part(size, count, is_expert, True) for size in weight.adapter_sizes(ranks, lora)]
+            copies = each if is_expert else 1
+            found.append(Part(weight.local_size(ranks), copies, is_expert))
+            found += [Part(size, copies, is_expert, True) for size in weight.adapter_sizes(ranks, lora)]
     return tuple(found)
 
 
-def matrices(parts: Iterable[Part], *, are_adapters: bool = False) -> tuple[Matrix, ...]:
-    """Return the matrices among parts of weights: those of adapters, or the others."""
-    found = (part.size for part in parts if len(part.size) == 2 and part.is_adapter == are_adapters)
-    return tuple(Matrix(inner, outer) for outer, inner in found)
+@lru_cache(maxsize=512)
+def matrices(parts: tuple[Part, ...], *, are_experts: bool = False, are_adapters: bool = False) -> tuple[Matrix, ...]:
+    """Return the matrices among parts of weights: those of one expert or outside of experts, adapters or others."""
+    wanted = (part.size for part in parts if (part.is_expert, part.is_adapter) == (are_experts, are_adapters))
+    return tuple(Matrix(size[1], size[0]) for size in wanted if len(size) == 2)
 
 
 def low_rank_bytes(weights: Iterable[Weight], batch: MicroBatch, ranks: int, tokens: int, local: int) -> int:
@@ -208,6 +206,13 @@ class Layer:
     attention: Block
     mlp: Block
     norms: Norms
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.attention, self.mlp, self.norms))
+
+    def __hash__(self) -> int:
+        return self._hash  # models have many layers, which are counted by kind
 
     @property
     def num_experts(self) -> int:

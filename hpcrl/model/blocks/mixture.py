@@ -137,7 +137,7 @@ class MixtureOfExperts(Block):
         tokens = batch.tokens * layout.etp * layout.ep / layout.tp  # of the group
         used = max(1.0, each * (1.0 - (1.0 - self.topk / self.num_experts) ** tokens))
         moved = 4.0 * (rows / layout.etp * self.hidden_size * batch.itemsize)  # sorted by expert, and back
-        experts = matrices(part for part in self.parts(layout) if part.is_expert)
+        experts = matrices(self.parts(layout), are_experts=True)
         exchanges = self._exchanges(batch) if layout.tp == 1 or batch.shares_tokens else ()
         return found._replace(
             products=(*found.products, Products(rows, experts, used, self._uneven(batch, rows), moved)),
