@@ -28,8 +28,11 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int, *, has_adapters: bool = False) -> float:
-    """The same with the backward pass, which takes two products per product; recomputation does not count. If only
-    adapters are trained, it takes one per product with a weight; the adapters' own products are negligible."""
+    """Return the operations of a forward and a backward pass.
+
+    The backward pass takes two products per product, and recomputation does not count. If only adapters are trained, it
+    takes one per product with a weight, and the adapters' own products are negligible.
+    """
     each = list(lengths)
     total = 3.0 * forward_flops(shape, each, num_outputs)
     if not has_adapters:

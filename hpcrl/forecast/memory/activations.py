@@ -23,8 +23,8 @@ from hpcrl.model.params import stage_layers
 
 
 class Logits(NamedTuple):
-    """Bytes of logits. raw: the head's output. kept: for the backward pass. forward, backward: peak of each pass, with
-    what is kept."""
+    """Bytes of logits: the head's output, what is kept for the backward pass, and the peak of each pass with what is
+    kept."""
 
     raw: int
     kept: int
@@ -72,7 +72,7 @@ class Pass:
         return self.count * (self.tokens * each + self.rows * 2 * INT64)
 
     def pictures_of(self, stage: int) -> PicturePass | None:
-        """Pictures of a micro-batch, which only the first stage embeds."""
+        """Return the pictures of a micro-batch, which only the first stage embeds."""
         return self.pictures if stage == 0 else None
 
     def gathered(self) -> int:
@@ -81,7 +81,7 @@ class Pass:
         return self._batch.gathered(self.model.shape.hidden_size) if self.model.lora is None else 0
 
     def pieces(self, stage: int) -> range:
-        """Pieces of a pipeline stage, the first chunk first."""
+        """Return the pieces of a pipeline stage, the first chunk first."""
         layout = self.model.layout
         return range(stage, layout.pp * layout.vpp, layout.pp)
 
@@ -95,7 +95,7 @@ class Pass:
         return shape.layers[numbers.start : numbers.stop]
 
     def kept(self, piece: int) -> int:
-        """Bytes that one micro-batch keeps between its forward and backward pass, without logits."""
+        """Return the bytes that one micro-batch keeps between its forward and backward pass, without logits."""
         model, shape = self.model, self.model.shape
         units, whole = self._units(piece)
         total = len(units) * self._hidden + self._kept_of_layers(whole)
@@ -133,11 +133,11 @@ class Pass:
         return max(0, largest - self._hidden - self._kept_of_layers(whole))
 
     def logits(self, piece: int) -> Logits:
-        """Logits of the piece; all 0 if it has no language-model head.
+        """Return the bytes of a piece's logits, all 0 if it has no language-model head.
 
-        The head's output, its value in fp32, and the exponentials in fp32; the second is kept. Backward adds the
-        probabilities in fp32, with the entropy a factor, the padded gradient, and that in the head's dtype. Of chunks
-        that the head computes at once, nothing is kept.
+        The forward pass has the head's output, its value in fp32, which is kept, and the exponentials in fp32. The
+        backward pass adds the probabilities in fp32, a factor for the entropy, the padded gradient, and the gradient in
+        the head's dtype. If the head computes chunks of tokens, nothing is kept.
         """
         model = self.model
         if model.head != "lm" or piece < self._last:
@@ -157,9 +157,9 @@ class Pass:
         return Logits(raw, kept, raw + 2 * whole, (3 if self.entropy else 2) * whole + padded + rounded)
 
     def in_flight(self, stage: int) -> int:
-        """Peak of what micro-batches keep while they wait for their backward pass.
+        """Return the most bytes that micro-batches keep while they wait for their backward pass.
 
-        Under 1F1B, and under the interleaved schedule, in which a stage runs pp micro-batches of one chunk before it
+        The schedule is 1F1B, or the interleaved one, in which a stage runs pp micro-batches of one chunk before it
         turns to the next (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
         """
         pp, vpp = self.model.layout.pp, self.model.layout.vpp
@@ -177,7 +177,7 @@ class Pass:
         return most
 
     def training(self, stage: int) -> tuple[int, int]:
-        """Peak of forward and backward passes: activations, logits.
+        """Return the most bytes of forward and backward passes: activations, logits.
 
         It is reached in the head's backward pass or in that of the stage's last layer.
         """
@@ -196,13 +196,13 @@ class Pass:
         return (resident, at_head) if at_head >= at_layer else (resident + at_layer, 0)
 
     def forward(self, stage: int) -> tuple[int, int]:
-        """Peak without gradients: activations, logits. The stage's output for the micro-batch before still exists."""
+        """Return the most bytes without gradients: activations, logits. The stage's output for the previous micro-batch
+        still exists."""
         pieces = self.pieces(stage)
         logits = self.logits(pieces[-1])
         resident = self.inputs() + self.gathered()
-        inside_layer = max(
-            layer.peak(self._batch) for layer in {layer for piece in pieces for layer in self._layers(piece)}
-        )
+        kinds = {layer for piece in pieces for layer in self._layers(piece)}
+        inside_layer = max(layer.peak(self._batch) for layer in kinds)
         if (pictures := self.pictures_of(stage)) is not None:
             resident += self.count * pictures.inputs(on_gpu=self.on_gpu)
             embedding = self._hidden + pictures.embedding(self._hidden, on_gpu=self.on_gpu)
@@ -224,12 +224,13 @@ class Pass:
 
     @property
     def _wanted(self) -> int:
-        """Hidden states of the tokens whose head output is needed: the output of a stage with a language-model head."""
+        """The bytes of the hidden states for which the head's output is wanted, which a stage with a language-model
+        head returns."""
         return self.rows * self.model.shape.hidden_size * self.model.itemsize
 
     @property
     def _parts_again(self) -> set[str]:
-        """Parts of a layer that are recomputed while the rest is kept."""
+        """The blocks of a layer that are recomputed while the rest is kept."""
         again = self.recompute
         return set(again.modules) if again is not None and again.granularity == "selective" else set()
 

@@ -188,8 +188,8 @@ def native_kv_cache(
 
 
 def generation_work(cfg: EngineConfig, shape: ModelShape, tp: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of the activations of a prefill, and of the logits of all running sequences over the whole vocabulary with
-    what sampling makes of them; an estimate."""
+    """Return an estimate of two sizes in bytes: the activations of a prefill, and the logits of all running sequences
+    over the whole vocabulary with what sampling makes of them."""
     tokens = max(cfg.max_num_batched_tokens, cfg.max_num_seqs)
     width = shape.layers[-1].mlp.inner_width  # most layers are like the last one
     activations = tokens * itemsize * (3 * shape.hidden_size + 4 * width // tp)

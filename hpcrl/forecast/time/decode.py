@@ -23,14 +23,15 @@ SAMPLING = 6.0  # times that sampling reads or writes the logits in fp32
 
 
 class Steps(NamedTuple):
-    """`num_steps` decode steps with `running` sequences each, in the mean."""
+    """`num_steps` decode steps with `running` sequences each in the mean."""
 
     num_steps: float
     running: float
 
 
 class Work(NamedTuple):
-    """What one engine generates. prompts: prefilled, of `lengths.prompt` tokens. total: sequences of all engines."""
+    """What one engine generates: `sequences` sequences, of which `slots` run at once. It prefills `prompts` prompts.
+    All engines generate `total` sequences."""
 
     sequences: int
     prompts: float
@@ -40,23 +41,23 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """A generation engine. most_tokens: of a prefill call."""
+    """A generation engine. A prefill call has at most `most_tokens` tokens."""
 
     model: PassModel
     most_tokens: int
 
     def generate(self, work: Work, lengths: Lengths) -> Cost:
-        """Until the last sequence of the engine that has the longest one has ended."""
+        """Return the cost until the last sequence has ended, of the engine that has the longest one."""
         return generation_cost(self, work, lengths)
 
     def steadily(self, work: Work, lengths: Lengths, running: float) -> Cost:
-        """The same without an end: new sequences take the places of those that end, as in an engine that never stops,
-        so that so many run at any time."""
+        """Return the cost in an engine that never stops. New sequences take the places of those that end, so that
+        `running` sequences run at any time."""
         steps = Steps(work.sequences * lengths.response / running, running)
         return self.prefill(work.prompts, lengths) + self.decode([steps]) + self.cached(work.sequences, lengths)
 
     def prefill(self, prompts: float, lengths: Lengths) -> Cost:
-        """In calls that are as full as possible."""
+        """Return the cost of prefill calls that are as full as possible."""
         tokens = prompts * lengths.prompt
         if tokens <= 0:
             return NOTHING
@@ -72,9 +73,11 @@ class Engine:
         return found
 
     def step(self, running: float) -> Cost:
-        """One token for each of the running sequences, without reads of the KV cache: all weights are read, and each
-        operator is launched; then logits are gathered and sampled from (Pope et al. 2022, arXiv:2211.05102, section
-        2)."""
+        """Return the cost of one token for each of the running sequences, without reads of the KV cache.
+
+        All weights are read, and each operator is launched. Then logits are gathered and sampled from (Pope et al.
+        2022, arXiv:2211.05102, section 2).
+        """
         model, shape = self.model, self.model.shape
         logits = running * shape.padded_vocab_size * FP32
         tp = group_of(model.layout, model.ranks_per_node, "tp")

@@ -92,7 +92,7 @@ def stages_of(shape: ModelShape, pp: int = 1, vpp: int = 1) -> tuple[Stage, ...]
 
 
 class Numbers(NamedTuple):
-    """Numbers of weights of a rank: all, of them those of experts, and those that training changes."""
+    """Numbers of weights of a rank, outside of experts and in experts, and how many of them are trained."""
 
     dense: int
     experts: int
@@ -132,7 +132,7 @@ LOAD_METRIC = "actor/moe_load_imbalance/mean"
 
 
 def with_measured_load(config: Config, row: Mapping[str, float]) -> Config:
-    """The config with `model.moe.load_imbalance` of a step's metrics, to a tenth; as it is if they have none."""
+    """Return the config with the load imbalance of a step's metrics, to a tenth, or unchanged if they have none."""
     imbalance = row.get(LOAD_METRIC)
     if imbalance is None or not math.isfinite(imbalance):
         return config

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from hpcrl.forecast.time.collectives import Group, Network, group_of
 from hpcrl.forecast.time.cost import NOTHING, Cost, Units
-from hpcrl.forecast.time.layers import (
-    FORWARD,
-    TRAINING,
-    Numbers,
-    Operators,
-    Stage,
-    numbers_of,
-    stages_of,
-)
+from hpcrl.forecast.time.layers import FORWARD, TRAINING, Numbers, Operators, Stage, numbers_of, stages_of
 from hpcrl.model.blocks.block import Layer, matrices
 from hpcrl.model.blocks.micro_batch import FP32, Computation, Matrix, MicroBatch
 from hpcrl.model.params import Head
@@ -37,9 +29,11 @@ class Recompute(NamedTuple):
 
 
 class Micro(NamedTuple):
-    """A micro-batch on one rank. tokens: after division over context-parallel ranks. pairs: of tokens of which one
-    attends to the other, divided likewise. length: mean tokens of its sequences. outputs: tokens that the head is
-    wanted of."""
+    """A micro-batch on one rank.
+
+    Context-parallel ranks divide its `tokens`, and its `pairs` of tokens of which one attends to the other. Its
+    sequences have `length` tokens in the mean. The head is wanted for `outputs` tokens.
+    """
 
     tokens: float
     pairs: float
@@ -49,9 +43,12 @@ class Micro(NamedTuple):
 
 @dataclass(frozen=True)
 class PassModel:
-    """A role's model as its passes see it. sequence_parallel, recompute, lora: as in `hpcrl.forecast.memory`.
-    recomputes_head: whether logits are computed again in the backward pass. operators: of a pass without gradients.
-    load_imbalance: tokens of the expert with most, as a multiple of the mean."""
+    """A role's model as its passes see it.
+
+    `units` is the device for layers, `head_units` for the head. `sequence_parallel`, `lora` and `load_imbalance` are
+    those of `MicroBatch`. `recomputes_head` says whether the backward pass computes logits again. `operators` are those
+    of a pass without gradients.
+    """
 
     shape: ModelShape
     layout: Layout
@@ -73,9 +70,10 @@ class PassModel:
 
     @cached_property
     def numbers(self) -> tuple[Numbers, ...]:
-        """Numbers of weights of a rank of each stage."""
+        """The weights of a rank of each stage."""
         layout = self.layout
-        return _numbers(self.shape, self.stages, layout.tp, layout.ep, layout.etp, self.head, self.lora)
+        fixed = layout.tp, layout.ep, layout.etp, self.head, self.lora
+        return tuple(numbers_of(self.shape, stage, *fixed) for stage in self.stages)
 
     @cached_property
     def tp_group(self) -> Group:
@@ -155,8 +153,11 @@ class PassModel:
         return found
 
     def _head(self, micro: Micro, *, trains: bool) -> Cost:
-        """The head's products and, of logits, memory and three reductions of one number per token (Shoeybi et al. 2019,
-        section 3). A head that computes logits in parts computes them twice in training."""
+        """Return the cost of the head's products.
+
+        Logits cost memory, too, and three reductions of one number per token (Shoeybi et al. 2019, section 3). A head
+        that computes logits in parts computes them twice in training.
+        """
         shape, units = self.shape, self.head_units
         if self.head != "lm":
             return units.product(micro.outputs, shape.hidden_size, 1) * (3.0 if trains else 1.0)
@@ -277,20 +278,13 @@ def _of_stage(stage: Stage, each: Mapping[Layer, Cost]) -> Cost:
     return sum((each[layer] * count for layer, count in stage.layers), NOTHING)
 
 
-@lru_cache(maxsize=512)
-def _numbers(
-    shape: ModelShape, stages: tuple[Stage, ...], tp: int, ep: int, etp: int, head: Head, lora: Lora | None
-) -> tuple[Numbers, ...]:
-    return tuple(numbers_of(shape, stage, tp, ep, etp, head, lora) for stage in stages)
-
-
 def pipelined(stages: Sequence[Cost], count: int, vpp: int = 1, send: float = 0.0, sends: int = 1) -> Cost:
-    """`count` micro-batches through a pipeline, of which a stage takes so long each, by the slowest stage.
+    """Return the cost of `count` micro-batches in a pipeline, by the cost of one on each stage.
 
-    The slowest stage computes all of them; before its first and after its last one it waits for the other stages, a
-    vpp-th of their time if the schedule is interleaved: with p equal stages (p - 1) / (vpp m) of the time of m
-    micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). send: seconds of a message to the next stage,
-    `sends` of them per micro-batch and chunk, which a stage waits for.
+    The slowest stage computes all of them. Before its first and after its last one it waits for the other stages: for
+    their time, divided by vpp if the schedule is interleaved. With p equal stages that is (p - 1) / (vpp m) of the time
+    of m micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A message to the next stage takes `send`
+    seconds. A stage waits for `sends` messages per micro-batch and chunk.
     """
     slowest = max(stages, key=lambda stage: stage.seconds)
     if len(stages) == 1:
@@ -301,6 +295,6 @@ def pipelined(stages: Sequence[Cost], count: int, vpp: int = 1, send: float = 0.
 
 
 def evenness(stages: Sequence[Cost]) -> float:
-    """Seconds of the mean stage as a share of those of the slowest one."""
+    """Return the seconds of the mean stage as a share of those of the slowest one."""
     slowest = max(stage.seconds for stage in stages)
     return sum(stage.seconds for stage in stages) / len(stages) / slowest if slowest > 0 else 1.0

@@ -38,10 +38,10 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True)
 class Weight:
-    """A whole weight of a layer. name: megatron's, without the layer's prefix.
+    """A whole weight of a layer. `name` is megatron's, without the layer's prefix.
 
-    projections: the matrices whose rows it holds, in this order, `periods` times: those of linear_qkv once per query
-    group. frozen: has no gradient and no optimizer.
+    The weight holds the rows of the matrices `projections`, in this order, `periods` times: those of linear_qkv once
+    per query group. A frozen weight has no gradient and no optimizer.
     """
 
     name: str
@@ -108,11 +108,11 @@ class Block:
         return 0
 
     def weights(self) -> Iterator[Weight]:
-        """All weights but those of experts, in the order of the module."""
+        """Yield all weights but those of experts, in the order of the module."""
         raise NotImplementedError
 
     def expert_weights(self) -> Iterator[Weight]:
-        """The weights of one expert; names are those within the expert."""
+        """Yield the weights of one expert, with names within the expert."""
         return iter(())
 
     def parts(self, layout: Layout, lora: Lora | None = None) -> tuple[Part, ...]:
@@ -136,6 +136,7 @@ class Block:
         return {}
 
     def held(self, batch: MicroBatch) -> Held:
+        """Return the bytes that a rank holds."""
         raise NotImplementedError
 
     def kept_by_adapters(self, batch: MicroBatch) -> int:

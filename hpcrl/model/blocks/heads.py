@@ -89,10 +89,8 @@ class HeadsBlock(Block):
         and their gradients are scattered."""
         heads, layout, found = self.heads, batch.layout, super().computation(batch)
         width, rotated = heads.key_dim + heads.value_dim, (heads.queries + heads.groups) * heads.key_dim
-        of_pair, gathered = (
-            heads.queries / layout.tp * width,
-            batch.tokens * layout.cp * heads.groups / layout.tp * width,
-        )
+        of_pair = heads.queries / layout.tp * width
+        gathered = batch.tokens * layout.cp * (heads.groups / layout.tp * width)
         keys = Collective("all_gather", gathered * batch.itemsize, ("cp",))
         return found._replace(
             elementwise=2 * (rotated / layout.tp),

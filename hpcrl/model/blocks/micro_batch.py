@@ -42,15 +42,15 @@ class MicroBatch:
 
     @property
     def local(self) -> int:
-        """Tokens of this rank between tensor-parallel regions."""
+        """The tokens of this rank between tensor-parallel regions."""
         return self.tokens // self.layout.tp if self.shares_tokens else self.tokens
 
     def hidden(self, width: int) -> int:
-        """Bytes of the rank's hidden states, `width` numbers for each token."""
+        """Return the bytes of the rank's hidden states, `width` numbers for each token."""
         return self.local * width * self.itemsize
 
     def gathered(self, width: int) -> int:
-        """Bytes of the hidden states of all tensor-parallel ranks; 0 if the ranks do not divide the tokens."""
+        """Return the bytes of the hidden states of all tensor-parallel ranks, or 0 if they do not divide the tokens."""
         return self.hidden(width) * self.layout.tp if self.shares_tokens else 0
 
     @property
@@ -60,11 +60,11 @@ class MicroBatch:
 
     @property
     def norm_copies(self) -> int:
-        """Copies in fp32 that RMSNorm keeps: the input, and for the gradient of its weight the normalised input."""
+        """The copies in fp32 that RMSNorm keeps: the input, and for the gradient of its weight the normalised input."""
         return 2 if self.lora is None else 1
 
     def norm(self, rows: int, width: int) -> int:
-        """Bytes that RMSNorm keeps: its input, scale and output."""
+        """Return the bytes that RMSNorm keeps: its input, scale and output."""
         inside = self.itemsize * width if self.norm_keeps_input else self.norm_copies * FP32 * width
         return rows * (inside + FP32 + self.itemsize * width)
 
@@ -77,10 +77,10 @@ class Matrix(NamedTuple):
 
 
 class Products(NamedTuple):
-    """`rows` rows times each of the matrices.
+    """Products of `rows` rows with each of the matrices.
 
-    groups: matrices over which the rows are divided. uneven: rows of the rank with most, as a multiple of the mean.
-    moved: bytes that are read and written to sort the rows.
+    If there are `groups` such matrices, the rows are divided over them. The rank with most rows has `uneven` times the
+    mean. Sorting the rows reads and writes `moved` bytes.
     """
 
     rows: float
@@ -93,7 +93,8 @@ class Products(NamedTuple):
 class Collective(NamedTuple):
     """A collective of the ranks that differ along the axes `dims` of a layout.
 
-    nbytes: see the method `kind` of `hpcrl.forecast.time.collectives.Network`. times: in a training pass.
+    `kind` is a method of `hpcrl.forecast.time.collectives.Network`, which says what `nbytes` counts. A training pass
+    has the collective `times` times.
     """
 
     kind: Literal["all_gather", "all_to_all"]
@@ -117,10 +118,10 @@ class Held(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """Operators that PyTorch runs, views included: each takes a host's time, whatever it computes.
+    """Operators that PyTorch runs, views included. Each takes time of a host, whatever it computes.
 
-    forward: without gradients. training: in the forward and the backward pass. engine: in a pass of the native engine.
-    graph: kernels of such a pass in a CUDA graph.
+    `forward` is without gradients, `training` with them in both passes, `engine` in a pass of the native engine, and
+    `graph` the kernels of such a pass in a CUDA graph.
     """
 
     forward: float

@@ -46,7 +46,6 @@ class MixtureOfExperts(Block):
 
     title: ClassVar[str] = "a mixture of experts"
     supports: ClassVar[frozenset[Feature]] = frozenset(("adapters", "transformer_engine", "planned_cp"))
-
     recomputed: ClassVar[Literal["core_attn", "mlp", "moe"]] = "moe"
 
     @property
@@ -105,7 +104,7 @@ class MixtureOfExperts(Block):
         return {"sequence of a token": INT64}
 
     def _copies(self, batch: MicroBatch) -> int:
-        """Return the rows of all experts of a rank."""
+        """Return the rows of all experts of a rank, equally many on each."""
         return batch.local * self.topk * batch.layout.etp
 
     def held(self, batch: MicroBatch) -> Held:
