@@ -97,10 +97,12 @@ class PassModel:
         batch, kinds = self.batch(micro), {layer: None for stage in self.stages for layer, _ in stage.layers}
         layers = {layer: LayerCost(self, micro, batch, layer) for layer in kinds}
         each = {layer: it.training() if trains else it.forward() for layer, it in layers.items()}
-        again = {layer: it.again() if trains else NOTHING for layer, it in layers.items()}
+        again = {layer: it.again() for layer, it in layers.items()} if trains and self.recompute else {}
         found = {}
         for stage in {*self.stages}:  # equal ones are computed once
-            cost = _of_stage(stage, each) + _of_stage(stage, again) * self._share_again(stage)
+            cost = _of_stage(stage, each)
+            if again:
+                cost = cost + _of_stage(stage, again) * self._share_again(stage)
             cost = cost + self._ends(stage, micro, trains=trains)
             found[stage] = self._launched(cost, stage, layers, operators, micro)
         return [found[stage] for stage in self.stages]
@@ -239,8 +241,10 @@ class LayerCost:
         for it in block.products:
             rows = it.rows * it.uneven
             most = sum((units.product(rows, *matrix, groups=it.groups) for matrix in it.matrices), NOTHING)
-            even = most * (1.0 / it.uneven) + Cost(waiting=(it.uneven - 1.0) / it.uneven * most.seconds)
-            found = found + (even + units.moved(it.moved) if it.moved else even)
+            if it.uneven > 1.0:
+                waiting = Cost(waiting=(it.uneven - 1.0) / it.uneven * most.seconds)
+                most = most * (1.0 / it.uneven) + waiting
+            found = found + (most + units.moved(it.moved) if it.moved else most)
         return found
 
     def _low_rank(self) -> Iterator[Cost]:

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from hpcrl.model.blocks.micro_batch import Computation, Held, Matrix, MicroBatch, Products
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -82,7 +83,7 @@ class Block:
     """A part of a layer. Every weight is within the module `self_attention` or `mlp` of megatron's layer.
 
     `title` is its name in messages. `supports` has the features that it works with; what is not listed is an error.
-    `recomputed` is its word in `model.recompute.modules`.
+    `recomputed` is its word in `model.recompute.modules`, if it has one.
 
     The bytes and the seconds of a pass are sums of what blocks return for a `MicroBatch`.
     """
@@ -91,7 +92,7 @@ class Block:
 
     title: ClassVar[str]
     supports: ClassVar[frozenset[Feature]]
-    recomputed: ClassVar[Literal["core_attn", "mlp", "moe"]]
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = ""
 
     @property
     def count_of_experts(self) -> int:
@@ -136,8 +137,8 @@ class Block:
         return {}
 
     def held(self, batch: MicroBatch) -> Held:
-        """Return the bytes that a rank holds."""
-        raise NotImplementedError
+        """Return the bytes that a rank holds. Raises InputError for a block that does not say it."""
+        raise InputError(f"the memory of {self.title} is not known; its block needs a method `held`")
 
     def kept_by_adapters(self, batch: MicroBatch) -> int:
         """Return the bytes by which adapters change what is kept."""
@@ -194,6 +195,10 @@ class Norms:
     def before_mlp(self) -> Weight:
         return Weight("pre_mlp_layernorm.weight", (self.hidden_size,))
 
+    def kept(self, batch: MicroBatch, hidden_size: int) -> int:
+        """Return the bytes that autograd keeps."""
+        return 2 * batch.norm(batch.local, hidden_size)
+
     def use(self, spec: ModuleSpec) -> None:
         from hpcrl.model.blocks.layers import RMSNorm
 
@@ -237,11 +242,16 @@ class Layer:
     def parts(self, layout: Layout, lora: Lora | None = None) -> tuple[Part, ...]:
         """Return a rank's parts of all weights and their adapters."""
         attention, mlp = (block.parts(layout, lora) for block in self.blocks)
-        return Part((self.norms.hidden_size,), 2), *attention, *mlp
+        return *self._norm_parts, *attention, *mlp
+
+    @cached_property
+    def _norm_parts(self) -> tuple[Part, ...]:
+        of_blocks = {weight.name for block in self.blocks for weight in block.weights()}
+        return tuple(Part(weight.size) for weight in self.weights if weight.name not in of_blocks)
 
     def kept(self, batch: MicroBatch, recomputed: Collection[str] = ()) -> int:
         """Return the bytes that autograd keeps, if blocks with the words `recomputed` are recomputed."""
-        total = 2 * batch.norm(batch.local, self.norms.hidden_size)
+        total = self.norms.kept(batch, self.attention.hidden_size)
         for block in self.blocks:
             held = block.held(batch)
             total += held.inputs if block.recomputed in recomputed else held.kept
@@ -255,12 +265,13 @@ class Layer:
 
     def peak(self, batch: MicroBatch) -> int:
         """Return the most bytes in a forward pass without gradients."""
-        hidden, (attention, mlp) = batch.hidden(self.norms.hidden_size), (block.held(batch) for block in self.blocks)
+        attention, mlp = (block.held(batch) for block in self.blocks)
+        hidden = batch.hidden(self.attention.hidden_size)
         return 3 * hidden + max(attention.peak, hidden + mlp.peak)
 
     def backward_peak(self, batch: MicroBatch) -> int:
         """Return the bytes besides what is kept in the backward pass of the MLP, at its end."""
-        return 2 * batch.hidden(self.norms.hidden_size) + self.mlp.held(batch).backward
+        return 2 * batch.hidden(self.attention.hidden_size) + self.mlp.held(batch).backward
 
 
 def blocks_of(layers: Iterable[Layer]) -> Counter[Block]:

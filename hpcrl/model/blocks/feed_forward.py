@@ -28,7 +28,7 @@ class FeedForward(Block):
     supports: ClassVar[frozenset[Feature]] = frozenset(
         ("exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm")
     )
-    recomputed: ClassVar[Literal["core_attn", "mlp", "moe"]] = "mlp"
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = "mlp"
 
     @property
     def inner_width(self) -> int:

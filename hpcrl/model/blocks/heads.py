@@ -28,7 +28,7 @@ class Heads(NamedTuple):
 class HeadsBlock(Block):
     """Causal attention over packed sequences, as `hpcrl.model.blocks.attention_modules.PackedAttention` computes it."""
 
-    recomputed: ClassVar[Literal["core_attn", "mlp", "moe"]] = "core_attn"
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = "core_attn"
 
     @property
     def heads(self) -> Heads:

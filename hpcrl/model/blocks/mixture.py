@@ -46,7 +46,7 @@ class MixtureOfExperts(Block):
 
     title: ClassVar[str] = "a mixture of experts"
     supports: ClassVar[frozenset[Feature]] = frozenset(("adapters", "transformer_engine", "planned_cp"))
-    recomputed: ClassVar[Literal["core_attn", "mlp", "moe"]] = "moe"
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = "moe"
 
     @property
     def count_of_experts(self) -> int:
