@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, shards
+from hpcrl.model.blocks.block import blocks_of
+from hpcrl.model.blocks.micro_batch import MicroBatch
+from hpcrl.model.params import ONE_RANK
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision, tower_tensors
 
@@ -15,39 +17,41 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -
     """Return the operations of one pass over sequences of these lengths, with the head at `num_outputs` of their
     tokens.
 
-    2 per weight of a matrix and token (active experts only), and for causal attention 2 * head_dim * (L + 1) L / 2 per
-    head for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms, rotary embedding and softmax do not
-    count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and a vision tower is apart: see `tower_flops`.
+    Each weight of a matrix counts 2 per token, active experts only. Each head of causal attention counts 2 * head_dim *
+    (L + 1) L / 2 for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms, rotary embedding and softmax
+    do not count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). See `tower_flops` for a vision tower.
     """
-    per_token, per_output = _weights(shape)
-    width = shape.num_layers * shape.num_attention_heads * (shape.head_dim + shape.v_head_dim)
+    per_token, per_output, per_pair = operations(shape)
     each = list(lengths)
-    attention = sum(width * length * (length + 1.0) for length in each)
-    return 2.0 * per_token * sum(each) + 2.0 * per_output * num_outputs + attention
+    attention = sum(per_pair / 2 * length * (length + 1.0) for length in each)
+    return per_token * sum(each) + per_output * num_outputs + attention
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int, *, has_adapters: bool = False) -> float:
-    """The same with the backward pass, which takes two products per product; recomputation does not count. If only
-    adapters are trained, it takes one per product with a weight; the adapters' own products are negligible."""
+    """Return the operations of a forward and a backward pass.
+
+    The backward pass takes two products per product, and recomputation does not count. If only adapters are trained, it
+    takes one per product with a weight, and the adapters' own products are negligible.
+    """
     each = list(lengths)
     total = 3.0 * forward_flops(shape, each, num_outputs)
     if not has_adapters:
         return total
-    per_token, per_output = _weights(shape)
-    return total - 2.0 * per_token * sum(each) - 2.0 * per_output * num_outputs
+    per_token, per_output, _ = operations(shape)
+    return total - per_token * sum(each) - per_output * num_outputs
 
 
 @cache
-def _weights(shape: ModelShape) -> tuple[float, int]:
-    """Return the matrix weights that a token uses in the layers, and in the head."""
-    whole = shards(shape)
-    share = shape.moe_topk / shape.num_experts if shape.num_experts else 0.0
-    layers = sum(
-        math.prod(shard.global_shape) * (share if shard.is_expert else 1.0)
-        for shard in whole
-        if len(shard.global_shape) == 2 and shard.name not in (EMBEDDING, OUTPUT_LAYER) and TOWER not in shard.name
-    )
-    return layers, shape.padded_vocab_size * shape.hidden_size
+def operations(shape: ModelShape) -> tuple[float, float, float]:
+    """Return the operations of a forward pass per token, per output of the head, and per pair of tokens of which one
+    attends to the other."""
+    token = MicroBatch(ONE_RANK, 1, 1)
+    per_token = per_pair = 0.0
+    for block, count in blocks_of(shape.layers).items():
+        its = block.computation(token)
+        per_token += count * sum(each.rows * sum(map(math.prod, each.matrices)) for each in its.products)
+        per_pair += count * its.pair_width
+    return 2.0 * per_token, 2.0 * shape.padded_vocab_size * shape.hidden_size, 2.0 * per_pair
 
 
 def tower_flops(vision: Vision, grids: Iterable[Sequence[int]]) -> float:

@@ -190,10 +190,10 @@ def native_kv_cache(
 
 
 def generation_work(cfg: EngineConfig, shape: ModelShape, tp: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of the activations of a prefill, and of the logits of all running sequences over the whole vocabulary with
-    what sampling makes of them; an estimate."""
+    """Return an estimate of two sizes in bytes: the activations of a prefill, and the logits of all running sequences
+    over the whole vocabulary with what sampling makes of them."""
     tokens = max(cfg.max_num_batched_tokens, cfg.max_num_seqs)
-    width = shape.num_experts and shape.moe_topk * shape.moe_ffn_hidden_size or shape.ffn_hidden_size
+    width = shape.layers[-1].mlp.inner_width  # most layers are like the last one
     activations = tokens * itemsize * (3 * shape.hidden_size + 4 * width // tp)
     return activations, cfg.max_num_seqs * shape.padded_vocab_size * (2 * itemsize + 4 + 2 * 8)
 

@@ -14,6 +14,8 @@ from hpcrl.forecast.time.collectives import group_of
 from hpcrl.forecast.time.cost import NOTHING, Cost
 from hpcrl.forecast.time.lengths import Lengths, spread
 from hpcrl.forecast.time.passes import Micro, PassModel
+from hpcrl.model.blocks.block import blocks_of
+from hpcrl.model.blocks.micro_batch import Computation
 
 SIMULATED = 1024  # sequences of an engine that are scheduled one by one; of more, each stands for several
 GROUPS = 12  # decode steps with about equally many running sequences are computed together
@@ -21,14 +23,15 @@ SAMPLING = 6.0  # times that sampling reads or writes the logits in fp32
 
 
 class Steps(NamedTuple):
-    """`num_steps` decode steps with `running` sequences each, in the mean."""
+    """`num_steps` decode steps with `running` sequences each in the mean."""
 
     num_steps: float
     running: float
 
 
 class Work(NamedTuple):
-    """What one engine generates. prompts: prefilled, of `lengths.prompt` tokens. total: sequences of all engines."""
+    """What one engine generates: `sequences` sequences, of which `slots` run at once. It prefills `prompts` prompts.
+    All engines generate `total` sequences."""
 
     sequences: int
     prompts: float
@@ -38,23 +41,23 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """A generation engine. most_tokens: of a prefill call."""
+    """A generation engine. A prefill call has at most `most_tokens` tokens."""
 
     model: PassModel
     most_tokens: int
 
     def generate(self, work: Work, lengths: Lengths) -> Cost:
-        """Until the last sequence of the engine that has the longest one has ended."""
+        """Return the cost until the last sequence has ended, of the engine that has the longest one."""
         return generation_cost(self, work, lengths)
 
     def steadily(self, work: Work, lengths: Lengths, running: float) -> Cost:
-        """The same without an end: new sequences take the places of those that end, as in an engine that never stops,
-        so that so many run at any time."""
+        """Return the cost in an engine that never stops. New sequences take the places of those that end, so that
+        `running` sequences run at any time."""
         steps = Steps(work.sequences * lengths.response / running, running)
         return self.prefill(work.prompts, lengths) + self.decode([steps]) + self.cached(work.sequences, lengths)
 
     def prefill(self, prompts: float, lengths: Lengths) -> Cost:
-        """In calls that are as full as possible."""
+        """Return the cost of prefill calls that are as full as possible."""
         tokens = prompts * lengths.prompt
         if tokens <= 0:
             return NOTHING
@@ -70,9 +73,11 @@ class Engine:
         return found
 
     def step(self, running: float) -> Cost:
-        """One token for each of the running sequences, without reads of the KV cache: all weights are read, and each
-        operator is launched; then logits are gathered and sampled from (Pope et al. 2022, arXiv:2211.05102, section
-        2)."""
+        """Return the cost of one token for each of the running sequences, without reads of the KV cache.
+
+        All weights are read, and each operator is launched. Then logits are gathered and sampled from (Pope et al.
+        2022, arXiv:2211.05102, section 2).
+        """
         model, shape = self.model, self.model.shape
         logits = running * shape.padded_vocab_size * FP32
         tp = group_of(model.layout, model.ranks_per_node, "tp")
@@ -81,24 +86,20 @@ class Engine:
         return model.forward(Micro(running, 0.0, 1.0, running))[0] + sampling + gathered
 
     def cached(self, sequences: float, lengths: Lengths) -> Cost:
-        """Attention over the KV cache, by the cached tokens that are read, each of which takes the larger of the time
-        of its bytes and that of its operations."""
-        shape, units, tp = self.model.shape, self.model.units, self.model.layout.tp
-        moving = kv_width(self.model) * units.itemsize / units.bandwidth
-        heads = shape.num_attention_heads / tp
-        width = heads * (shape.head_dim + shape.v_head_dim)
-        if shape.mla is not None:  # queries are mapped to the latent's width
-            width = heads * (2 * shape.mla.kv_lora_rank + shape.rope_dim)
-        computing = 2.0 * width / units.attended.flops
-        return Cost(attention=sequences * lengths.cached * shape.num_layers * max(moving, computing))
+        """Return the cost of attention over the KV cache. Reading a cached token takes the larger of the time of its
+        bytes and that of its operations."""
+        units, seconds = self.model.units, 0.0
+        for it, count in computations_of(self.model):
+            moving = it.cached_width * units.itemsize / units.bandwidth
+            computing = 2.0 * it.decode_width / units.attended.flops
+            seconds += sequences * lengths.cached * count * max(moving, computing)
+        return Cost(attention=seconds)
 
 
-def kv_width(model: PassModel) -> float:
-    """Numbers that a rank caches of a token and layer."""
-    shape = model.shape
-    if shape.mla is not None:
-        return shape.mla.kv_lora_rank + shape.rope_dim
-    return math.ceil(shape.num_query_groups / model.layout.tp) * 2 * shape.head_dim
+def computations_of(model: PassModel) -> list[tuple[Computation, int]]:
+    """Return the computation of each kind of block for a token, and how many layers have the block."""
+    token = model.batch(Micro(1.0, 0.0, 1.0, 1.0))
+    return [(block.computation(token), count) for block, count in blocks_of(model.shape.layers).items()]
 
 
 @lru_cache(maxsize=1024)

@@ -15,8 +15,8 @@ from hpcrl.forecast.memory.memory import GIB, NEEDED, Phase, TrainingPlan
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE
 from hpcrl.forecast.time.collectives import Moved, Network, group_of, refit_cost, refit_shares
 from hpcrl.forecast.time.cost import Cost, Units
-from hpcrl.forecast.time.decode import Engine, Work, kv_width
-from hpcrl.forecast.time.layers import ENGINE, GRAPH, Stage, numbers_of
+from hpcrl.forecast.time.decode import Engine, Work, computations_of
+from hpcrl.forecast.time.layers import ENGINE, GRAPH, numbers_of, stages_of
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import PassModel, Recompute
 from hpcrl.forecast.time.training import (
@@ -268,7 +268,8 @@ class JobTimes:
     def _slots(self, most: int) -> int:
         """Sequences that run at once: at most as the engine allows, and as the KV cache holds at their mean length."""
         model = self.engine.model
-        each = self.lengths.mean * kv_width(model) * model.shape.num_layers * model.units.itemsize
+        cached = sum(count * it.cached_width for it, count in computations_of(model))
+        each = self.lengths.mean * cached * model.units.itemsize
         return max(1, min(most, int(self._kv_cache() / each)))
 
     def _kv_cache(self) -> float:
@@ -282,8 +283,7 @@ class JobTimes:
         free = None if capacity is None else max(0, capacity - resident)
         if rollout.engine == "tensorrt_llm" and free is not None:
             free = max(0, free - int(self.engine_bytes / model.layout.tp))
-        tp = min(model.layout.tp, model.shape.num_query_groups)  # a head is not split
-        return float(native_kv_cache(rollout, model.shape, tp, itemsize, longest, free))
+        return float(native_kv_cache(rollout, model.shape, model.layout.tp, itemsize, longest, free))
 
     def _resident(self) -> float:
         """Bytes of models that stay on the rollout's ranks while they generate, of the fullest stage of each."""
@@ -361,8 +361,7 @@ class JobTimes:
         found = {}
         for role, model in self.job.models.items():
             if (optimizer := self._optimizer(role)) is not None:
-                one = Stage(*_layer_counts(model.shape), True, True)
-                numbers = numbers_of(model.shape, one, 1, 1, 1, model.head, model.lora)
+                numbers = numbers_of(model.shape, *stages_of(model.shape), 1, 1, 1, model.head, model.lora)
                 copy = FP32 * (model.itemsize == FP32 and optimizer.is_divided)  # the optimizer's own, of fp32 weights
                 found[role] = numbers.all * model.itemsize + optimizer.nbytes(numbers) + copy * numbers.trained
         return found
@@ -374,12 +373,7 @@ def _recompute(config: RecomputeConfig | None) -> Recompute | None:
     return Recompute(config.granularity, config.method, config.num_layers, tuple(config.modules))
 
 
-def _layer_counts(shape: ModelShape) -> tuple[int, int]:
-    experts = len(shape.moe_layers)
-    return shape.num_layers - experts, experts
-
-
 @lru_cache(maxsize=64)
 def whole_numbers(shape: ModelShape) -> int:
     """Weights of the whole model."""
-    return numbers_of(shape, Stage(*_layer_counts(shape), True, True), 1, 1, 1).all
+    return numbers_of(shape, *stages_of(shape), 1, 1, 1).all

@@ -16,6 +16,7 @@ from hpcrl.forecast.time.cost import NOTHING, Cost
 from hpcrl.forecast.time.layers import Numbers, numbers_of, projections_of, stages_of
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import Micro, PassModel, evenness, pipelined
+from hpcrl.model.blocks.block import Layer
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.layout import ROW_MULTIPLE
 
@@ -104,14 +105,14 @@ def _waiting(found: Cost, passes: Passes, lengths: Lengths, dp: int) -> Cost:
 
 class Optimizer(NamedTuple):
     """state: bytes of a trained weight, besides the weight itself; is_divided: over replicas. of_matrix: bytes in place
-    of `state` of a weight in a matrix of a layer. operations: of the whole matrices of a dense layer, of one with
-    experts, and of its experts; 0 if it computes on elements only. largest: of one matrix."""
+    of `state` of a weight in a matrix of a layer. operations: by layer, of its whole matrices outside of experts and of
+    those in experts; empty if it computes on elements only. largest: of one matrix."""
 
     state: int
     is_divided: bool
     clips: bool
     of_matrix: int | None = None
-    operations: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    operations: tuple[tuple[Layer, tuple[float, float]], ...] = ()
     largest: float = 0.0
 
     @classmethod
@@ -145,19 +146,21 @@ class Optimizer(NamedTuple):
         return numbers.in_matrices / dense + numbers.trained_experts / experts
 
 
-def _operations(shape: ModelShape, chosen: OptimizerKind) -> tuple[tuple[float, float, float], float]:
+def _operations(
+    shape: ModelShape, chosen: OptimizerKind
+) -> tuple[tuple[tuple[Layer, tuple[float, float]], ...], float]:
     """`Optimizer.operations` and `Optimizer.largest`."""
     if not chosen.operations(1, 1):
-        return (0.0, 0.0, 0.0), 0.0
-    kinds = [is_moe for is_moe in (False, True) if is_moe <= bool(shape.num_experts)]
-    found = {is_moe: projections_of(shape, is_moe) for is_moe in kinds}
-    largest = max(chosen.operations(it.rows, it.cols) for each in found.values() for it in each)
-
-    def sum_of(is_moe: bool, is_expert: bool) -> float:
-        every = (it for it in found.get(is_moe, ()) if it.is_expert == is_expert)
-        return sum(it.number * chosen.operations(it.rows, it.cols) for it in every)
-
-    return (sum_of(False, False), sum_of(True, False), sum_of(True, True)), largest
+        return (), 0.0
+    largest, found = 0.0, []
+    for layer in dict.fromkeys(shape.layers):
+        sums = [0.0, 0.0]
+        for it in projections_of(layer):
+            of_matrix = chosen.operations(it.rows, it.cols)
+            sums[it.is_expert] += it.number * of_matrix
+            largest = max(largest, of_matrix)
+        found.append((layer, (sums[0], sums[1])))
+    return tuple(found), largest
 
 
 def least_states(model: RoleModel) -> list[State]:
@@ -165,7 +168,7 @@ def least_states(model: RoleModel) -> list[State]:
     `hpcrl.forecast.memory.state.RoleModel.state`."""
     shape, layout, optim, found = model.shape, model.layout, model.optim, []
     sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
-    for stage in stages_of(shape.num_layers, shape.moe_layers, layout.pp, layout.vpp):
+    for stage in stages_of(shape, layout.pp, layout.vpp):
         numbers = numbers_of(shape, stage, *sizes)
         if optim is None:
             found.append(State(numbers.all * model.itemsize))
@@ -217,7 +220,7 @@ def _replicas(model: PassModel, update: Update, backward: float, forward: float)
         reduced = max(reduced, sum(collective(FP32 * count, group) for count, group in pair if count))
         if update.optimizer.is_divided:
             gathered = max(gathered, sum(network.all_gather(itemsize * count, group) for count, group in pair if count))
-    layers = max(stage.dense + stage.moe for stage in model.stages)
+    layers = max(stage.num_layers for stage in model.stages)
     exposed = max(reduced / layers, reduced - backward) if update.reduces else reduced
     exposed += max(gathered / layers, gathered - forward) if update.gathers else gathered
     return Cost(communication=exposed)
@@ -253,9 +256,11 @@ def _matrices(model: PassModel, optimizer: Optimizer) -> Cost:
     ranks = group_of(model.layout, model.ranks_per_node, "tp", "cp", "dp")
     most = NOTHING
     for stage, numbers in zip(model.stages, model.numbers, strict=True):
-        of_dense, of_moe, of_experts = optimizer.operations
-        computed = max(optimizer.largest, (stage.dense * of_dense + stage.moe * of_moe) / ranks.size)
-        computed += max(optimizer.largest, stage.moe * of_experts / ranks.size) if stage.moe else 0.0
+        operations = dict(optimizer.operations)
+        pairs = [(count * operations[layer][0], count * operations[layer][1]) for layer, count in stage.layers]
+        of_dense, of_experts = (sum(each) for each in zip(*pairs, strict=True))
+        computed = max(optimizer.largest, of_dense / ranks.size)
+        computed += max(optimizer.largest, of_experts / ranks.size) if of_experts else 0.0
         sent = FP32 * optimizer.in_matrices(numbers, dense.size, experts.size)
         cost = Cost(products=computed / model.units.flops, communication=2.0 * model.network.all_to_all(sent, ranks))
         most = max(most, cost, key=lambda cost: cost.seconds)

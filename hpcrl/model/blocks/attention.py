@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpcrl.model.blocks.block import Block, CachedHeads, Feature, Projection, Weight
+from hpcrl.model.blocks.block import CachedHeads, Feature, Projection, Weight
+from hpcrl.model.blocks.heads import Heads, HeadsBlock
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Attention(Block):
+class Attention(HeadsBlock):
     """Causal attention with rotary embedding (Ainslie et al. 2023, arXiv:2305.13245). qk_norm: RMSNorm of each query
     and key head. window: a token attends to itself and the tokens before it, so many in all (Beltagy et al. 2020,
     arXiv:2004.05150, section 3.1); None: to all."""
@@ -45,6 +46,11 @@ class Attention(Block):
     def num_rows(self) -> int:
         """Rows of the weight of queries, keys and values."""
         return (self.num_heads + 2 * self.num_groups) * self.head_dim
+
+    @property
+    def heads(self) -> Heads:
+        width = self.head_dim
+        return Heads(self.num_heads, self.num_groups, width, width, width, self.qk_norm)
 
     def weights(self) -> Iterator[Weight]:
         width, per_group = self.head_dim, self.num_heads // self.num_groups

@@ -1,16 +1,20 @@
 """What a layer is made of: blocks, and the weights of a block. No torch.
 
-A block is a file. Its class says what the block is without torch: its weights and how parallelism splits them, and what
-it can do. Its methods that build modules import torch.
+A block is a file. Its class says what the block is without torch: its weights and how parallelism splits them, what it
+can do, and what its passes hold, compute and send. Its methods that build modules import torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+from hpcrl.model.blocks.micro_batch import Computation, Held, Matrix, MicroBatch, Products
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -18,7 +22,9 @@ if TYPE_CHECKING:
 
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.norms import Norms
+    from hpcrl.model.shape import Lora
     from hpcrl.runtime.groups import RoleGroups
+    from hpcrl.runtime.layout import Layout
 
 Size: TypeAlias = tuple[int, ...]  # of a tensor
 # How tensor parallelism splits a weight: not, by rows, by columns, or each half of the rows.
@@ -64,10 +70,10 @@ class CachedState(NamedTuple):
 
 @dataclass(frozen=True)
 class Weight:
-    """A whole weight of a layer. name: megatron's, without the layer's prefix.
+    """A whole weight of a layer. `name` is megatron's, without the layer's prefix.
 
-    projections: the matrices whose rows it holds, in this order, `periods` times: those of linear_qkv once per query
-    group. frozen: has no gradient and no optimizer.
+    The weight holds the rows of the matrices `projections`, in this order, `periods` times: those of linear_qkv once
+    per query group. A frozen weight has no gradient and no optimizer.
     """
 
     name: str
@@ -77,17 +83,45 @@ class Weight:
     periods: int = 1
     is_frozen: bool = False
 
+    def local_size(self, ranks: int) -> Size:
+        """Return the size of a rank's part if so many ranks split the weight."""
+        axis = {"whole": None, "cols": 1}.get(self.cut, 0)
+        return tuple(length // ranks if place == axis else length for place, length in enumerate(self.size))
+
+    def adapter_sizes(self, ranks: int, lora: Lora | None) -> Iterator[Size]:
+        """Yield the sizes of a rank's parts of A (r, in) and B (out, r), for each projection with an adapter."""
+        for projection in self.projections:
+            if lora is not None and len(self.size) == 2 and projection.name in lora.targets:
+                yield lora.rank, self.local_size(ranks)[1]
+                yield self.periods * projection.rows // (1 if self.cut == "cols" else ranks), lora.rank
+
+
+class Part(NamedTuple):
+    """A rank's parts of weights with the same size: `copies` of them."""
+
+    size: Size
+    copies: int = 1
+    is_expert: bool = False
+    is_adapter: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.copies * math.prod(self.size)
+
 
 @dataclass(frozen=True)
 class Block:
     """A part of a layer. Every weight is within the module `self_attention` or `mlp` of megatron's layer.
 
-    title: in messages.
+    `title` is its name in messages. `recomputed` is its word in `model.recompute.modules`, if it has one.
+
+    The bytes and the seconds of a pass are sums of what blocks return for a `MicroBatch`.
     """
 
     hidden_size: int
 
     title: ClassVar[str]
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = ""
 
     @property
     def supports(self) -> frozenset[Feature]:
@@ -103,13 +137,27 @@ class Block:
     def count_of_experts(self) -> int:
         return 0
 
+    @property
+    def choices(self) -> int:
+        """Experts that a token is sent to, which routing replay records."""
+        return 0
+
+    @property
+    def inner_width(self) -> int:
+        """Numbers of a token between the first and the last product of an MLP."""
+        return 0
+
     def weights(self) -> Iterator[Weight]:
-        """All weights but those of experts, in the order of the module."""
+        """Yield all weights but those of experts, in the order of the module."""
         raise NotImplementedError
 
     def expert_weights(self) -> Iterator[Weight]:
-        """The weights of one expert; names are those within the expert."""
+        """Yield the weights of one expert, with names within the expert."""
         return iter(())
+
+    def parts(self, layout: Layout, lora: Lora | None = None) -> tuple[Part, ...]:
+        """Return a rank's parts of all weights and their adapters."""
+        return _parts(self, layout.tp, layout.ep, layout.etp, lora)
 
     def divided(self) -> dict[str, int]:
         """Sizes that tensor parallelism has to divide, by their names in messages."""
@@ -132,6 +180,56 @@ class Block:
         such as `AttentionStep`, or `FeedForwardStep` for a block of the MLP. eps: of norms."""
         raise NotImplementedError
 
+    def inputs(self) -> dict[str, int]:
+        """Return the bytes of each token that a micro-batch has for the block, by name. Blocks share equal names."""
+        return {}
+
+    def held(self, batch: MicroBatch) -> Held:
+        """Return the bytes that a rank holds. Raises InputError for a block that does not say it."""
+        raise InputError(f"the memory of {self.title} is not known; its block needs a method `held`")
+
+    def kept_by_adapters(self, batch: MicroBatch) -> int:
+        """Return the bytes by which adapters change what is kept."""
+        return low_rank_bytes(self.weights(), batch, batch.layout.tp, batch.tokens, batch.local)
+
+    def computation(self, batch: MicroBatch) -> Computation:
+        """Return the products with all weights but those of experts; blocks add to it."""
+        return Computation((Products(batch.tokens, matrices(self.parts(batch.layout))),))
+
+
+@lru_cache(maxsize=512)
+def _parts(block: Block, tp: int, ep: int, etp: int, lora: Lora | None) -> tuple[Part, ...]:
+    found, each = list[Part](), block.count_of_experts // ep
+    for is_expert, weights, ranks in ((False, block.weights(), tp), (True, block.expert_weights(), etp)):
+        for weight in weights:
+            copies = each if is_expert else 1
+            found.append(Part(weight.local_size(ranks), copies, is_expert))
+            found += [Part(size, copies, is_expert, True) for size in weight.adapter_sizes(ranks, lora)]
+    return tuple(found)
+
+
+@lru_cache(maxsize=512)
+def matrices(parts: tuple[Part, ...], *, are_experts: bool = False, are_adapters: bool = False) -> tuple[Matrix, ...]:
+    """Return the matrices among parts of weights: those of one expert or outside of experts, adapters or others."""
+    wanted = (part.size for part in parts if (part.is_expert, part.is_adapter) == (are_experts, are_adapters))
+    return tuple(Matrix(size[1], size[0]) for size in wanted if len(size) == 2)
+
+
+def low_rank_bytes(weights: Iterable[Weight], batch: MicroBatch, ranks: int, tokens: int, local: int) -> int:
+    """Return the bytes by which adapters change what is kept for products with these weights, which `ranks` ranks
+    split.
+
+    The output of A is kept for B. The input of a matrix without adapters is not kept, because the matrix is frozen.
+    There are `tokens` rows where the ranks have all tokens, and `local` rows where each has its own.
+    """
+    total, lora = 0, batch.lora
+    for weight in weights:
+        if lora is not None and len(weight.size) == 2 and weight.projections:
+            low, rows = (local, tokens) if weight.cut == "cols" else (tokens, local)
+            count = sum(projection.name in lora.targets for projection in weight.projections)
+            total += count * low * lora.rank if count else -rows * weight.local_size(ranks)[1]
+    return total * batch.itemsize
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -140,6 +238,13 @@ class Layer:
     attention: Block
     mlp: Block
     norms: Norms
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.attention, self.mlp, self.norms))
+
+    def __hash__(self) -> int:
+        return self._hash  # models have many layers, which are counted by kind
 
     @property
     def num_experts(self) -> int:
@@ -160,6 +265,45 @@ class Layer:
     def expert_weights(self) -> tuple[Weight, ...]:
         """The weights of one expert."""
         return tuple(self.mlp.expert_weights())
+
+    def parts(self, layout: Layout, lora: Lora | None = None) -> tuple[Part, ...]:
+        """Return a rank's parts of all weights and their adapters."""
+        attention, mlp = (block.parts(layout, lora) for block in self.blocks)
+        return *self._norm_parts, *attention, *mlp
+
+    @cached_property
+    def _norm_parts(self) -> tuple[Part, ...]:
+        of_blocks = {weight.name for block in self.blocks for weight in block.weights()}
+        return tuple(Part(weight.size) for weight in self.weights if weight.name not in of_blocks)
+
+    def kept(self, batch: MicroBatch, recomputed: Collection[str] = ()) -> int:
+        """Return the bytes that autograd keeps, if blocks with the words `recomputed` are recomputed."""
+        total = self.norms.kept(batch, self.attention.hidden_size)
+        for block in self.blocks:
+            held = block.held(batch)
+            total += held.inputs if block.recomputed in recomputed else held.kept
+            total += block.kept_by_adapters(batch)
+        return total
+
+    def held_again(self, batch: MicroBatch, recomputed: Collection[str]) -> int:
+        """Return the most bytes that the recomputation of a block adds to what is kept."""
+        again = (block.held(batch) for block in self.blocks if block.recomputed in recomputed)
+        return max((held.kept - held.inputs for held in again), default=0)
+
+    def peak(self, batch: MicroBatch) -> int:
+        """Return the most bytes in a forward pass without gradients."""
+        attention, mlp = (block.held(batch) for block in self.blocks)
+        hidden = batch.hidden(self.attention.hidden_size)
+        return 3 * hidden + max(attention.peak, hidden + mlp.peak)
+
+    def backward_peak(self, batch: MicroBatch) -> int:
+        """Return the bytes besides what is kept in the backward pass of the MLP, at its end."""
+        return 2 * batch.hidden(self.attention.hidden_size) + self.mlp.held(batch).backward
+
+
+def blocks_of(layers: Iterable[Layer]) -> Counter[Block]:
+    """Return the different blocks of layers, and how many layers have each."""
+    return Counter(block for layer in layers for block in layer.blocks)
 
 
 def unsupported(layers: Sequence[Layer], feature: Feature) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hpcrl.model.blocks.block import Block, Feature, Projection, Weight
+from hpcrl.model.blocks.micro_batch import Computation, Held, Launches, MicroBatch
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from hpcrl.runtime.groups import RoleGroups
 
 
+FEED_FORWARD = Launches(14, 39, 8, 3)
+
+
 @dataclass(frozen=True)
 class FeedForward(Block):
     """down(silu(gate x) * up x) (Shazeer 2020, arXiv:2002.05202, section 2)."""
@@ -24,10 +28,15 @@ class FeedForward(Block):
     ffn_hidden_size: int
 
     title: ClassVar[str] = "feed-forward"
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = "mlp"
 
     @property
     def supports(self) -> frozenset[Feature]:
         return frozenset(("exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm"))
+
+    @property
+    def inner_width(self) -> int:
+        return self.ffn_hidden_size
 
     def weights(self) -> Iterator[Weight]:
         return gated_weights("mlp.", self.hidden_size, self.ffn_hidden_size)
@@ -47,6 +56,34 @@ class FeedForward(Block):
         from hpcrl.model.blocks.layers import FeedForwardStep
 
         return FeedForwardStep(weight("mlp.linear_fc1.weight"), weight("mlp.linear_fc2.weight"), linear)
+
+    def held(self, batch: MicroBatch) -> Held:
+        """Return what is held. With adapters the peak is that of the gathered input and the output of an adapter of
+        gate or up before the sum, which is more than SwiGLU holds later."""
+        width = self.ffn_hidden_size // batch.layout.tp
+        kept = peak = batch.tokens * swiglu_width(self.ffn_hidden_size) // batch.layout.tp * batch.itemsize
+        if batch.lora is not None:
+            is_adapted = not {"gate_proj", "up_proj"}.isdisjoint(batch.lora.targets)
+            peak += batch.gathered(self.hidden_size) + is_adapted * batch.tokens * width * batch.itemsize
+        return Held(kept, peak, backward=down_peak(batch, batch.tokens, self.hidden_size, width))
+
+    def computation(self, batch: MicroBatch) -> Computation:
+        activation = 3 * (self.ffn_hidden_size / batch.layout.tp)
+        return super().computation(batch)._replace(elementwise=activation, launches=((FEED_FORWARD, 1),))
+
+
+def swiglu_width(ffn_hidden_size: int) -> int:
+    """Return the numbers of a token that SwiGLU keeps: gate and up together, the gate's activation, a copy of up
+    (megatron adds an offset of 0), and their product."""
+    return 5 * ffn_hidden_size
+
+
+def down_peak(batch: MicroBatch, rows: int, hidden_size: int, width: int) -> int:
+    """Return the bytes at the end of the backward pass of SwiGLU with a rank's `width` columns: the gradient of the
+    product, and the larger of the same again and of the gathered input with the gradient of a weight."""
+    product = rows * width * batch.itemsize
+    weight = width * hidden_size * batch.itemsize if batch.lora is None else 0
+    return product + max(batch.gathered(hidden_size) + weight, product)
 
 
 def gated_weights(prefix: str, hidden_size: int, ffn_hidden_size: int) -> Iterator[Weight]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.model.blocks.attention import output_projection
-from hpcrl.model.blocks.block import Block, CachedHeads, Weight
+from hpcrl.model.blocks.block import CachedHeads, Weight
+from hpcrl.model.blocks.heads import Heads, HeadsBlock
+from hpcrl.model.blocks.micro_batch import Computation, Held, MicroBatch
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,7 +34,7 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class Latent(Block):
+class Latent(HeadsBlock):
     """softmax_scale: factor of the products of queries and keys. Every rank holds the projections to the latents whole,
     and its heads of the others."""
 
@@ -42,6 +44,11 @@ class Latent(Block):
     softmax_scale: float
 
     title: ClassVar[str] = "latent attention"
+
+    @property
+    def heads(self) -> Heads:
+        widths = self.widths
+        return Heads(self.num_heads, self.num_heads, self.head_dim, widths.v_head_dim, widths.qk_rope_head_dim)
 
     def weights(self) -> Iterator[Weight]:
         hidden, heads, widths = self.hidden_size, self.num_heads, self.widths
@@ -69,6 +76,25 @@ class Latent(Block):
             "kv_channels": self.widths.v_head_dim,
             "softmax_scale": self.softmax_scale,
         }
+
+    def held(self, batch: MicroBatch) -> Held:
+        """Return what is held, with the norms of latents. The key that heads share is a part of the output of a
+        projection, which stays whole."""
+        widths, local, held = self.widths, batch.local, super().held(batch)
+        norms = batch.norm(local, widths.kv_lora_rank) + batch.hidden(widths.qk_rope_head_dim)
+        norms += batch.norm(local, widths.q_lora_rank) if widths.q_lora_rank else 0
+        return held._replace(kept=held.kept + norms)
+
+    def projected(self, tp: int) -> int:
+        """Return the numbers of queries, of keys, and of the product that values and a part of the keys come from."""
+        of_head = 2 * self.head_dim + self.widths.qk_nope_head_dim + self.widths.v_head_dim
+        return self.num_heads // tp * of_head
+
+    def computation(self, batch: MicroBatch) -> Computation:
+        """Return the computation. The latent is cached, and in a decode step queries are mapped to its width."""
+        rank, rope = self.widths.kv_lora_rank, self.widths.qk_rope_head_dim
+        decode = self.num_heads / batch.layout.tp * (2 * rank + rope)
+        return super().computation(batch)._replace(decode_width=decode, cached_width=rank + rope)
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
         from hpcrl.model.blocks.latent_modules import latent_attention

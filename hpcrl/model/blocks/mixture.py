@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from hpcrl.model.blocks.block import Block, Feature, Weight
-from hpcrl.model.blocks.feed_forward import gated_weights
+from hpcrl.model.blocks.block import Block, Feature, Weight, low_rank_bytes, matrices
+from hpcrl.model.blocks.expert_load import fullest_rank, most_of
+from hpcrl.model.blocks.feed_forward import down_peak, gated_weights, swiglu_width
+from hpcrl.model.blocks.micro_batch import FP32, INT64, Collective, Computation, Held, Launches, MicroBatch, Products
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.router import MixtureStep
     from hpcrl.runtime.groups import RoleGroups
+
+
+MIXTURE = Launches(67, 133, 17, 9)
+EXPERT = Launches(9.75, 30, 8, 0)
 
 
 class RoutedExperts(NamedTuple):
@@ -55,6 +61,7 @@ class MixtureOfExperts(Block):
     routed_scale: float = 1.0
 
     title: ClassVar[str] = "a mixture of experts"
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = "moe"
 
     @property
     def supports(self) -> frozenset[Feature]:
@@ -63,6 +70,14 @@ class MixtureOfExperts(Block):
     @property
     def count_of_experts(self) -> int:
         return self.num_experts
+
+    @property
+    def choices(self) -> int:
+        return self.topk
+
+    @property
+    def inner_width(self) -> int:
+        return self.topk * self.ffn_hidden_size
 
     def weights(self) -> Iterator[Weight]:
         yield Weight("mlp.router.weight", (self.num_experts, self.hidden_size))
@@ -108,3 +123,72 @@ class MixtureOfExperts(Block):
         from hpcrl.model.blocks.router import MixtureStep
 
         return MixtureStep(self, weight, linear)
+
+    def inputs(self) -> dict[str, int]:
+        return {"sequence of a token": INT64}
+
+    def _copies(self, batch: MicroBatch) -> int:
+        """Return the rows of all experts of a rank, equally many on each."""
+        return batch.local * self.topk * batch.layout.etp
+
+    def held(self, batch: MicroBatch) -> Held:
+        layout, itemsize, copies = batch.layout, batch.itemsize, self._copies(batch)
+        # Routing: probabilities and which experts; ids, weights and order of those that were chosen.
+        routing = batch.local * (self.num_experts * (FP32 + 1) + self.topk * (2 * INT64 + FP32))
+        if batch.moe is not None:
+            # Probabilities and each one's weight; the logits.
+            planes = 2 * bool(batch.moe.aux_loss_coeff) + bool(batch.moe.z_loss_coeff)
+            routing += batch.local * self.num_experts * planes * FP32
+        # An expert has its input, and the weighted product is one more.
+        inside = swiglu_width(self.ffn_hidden_size) + self.ffn_hidden_size
+        expert = self.hidden_size + inside // layout.etp
+        shared = batch.tokens * swiglu_width(self.shared_ffn_hidden_size) // layout.tp * itemsize
+        kept = routing + copies * (expert * itemsize + FP32) + shared
+        width = self.ffn_hidden_size // layout.etp
+        return Held(kept, kept, backward=down_peak(batch, copies, self.hidden_size, width))
+
+    def kept_by_adapters(self, batch: MicroBatch) -> int:
+        rows = self._copies(batch)
+        experts = low_rank_bytes(self.expert_weights(), batch, batch.layout.etp, rows, rows)
+        return super().kept_by_adapters(batch) + experts
+
+    def computation(self, batch: MicroBatch) -> Computation:
+        """Return the computation of the router and the shared experts, and the grouped products of the experts that
+        tokens are sent to. Where each rank sends its own tokens, only shared experts need a sum of hidden states."""
+        layout, found, each = batch.layout, super().computation(batch), self.num_experts // batch.layout.ep
+        rows = batch.tokens * self.topk * layout.etp / layout.tp
+        tokens = batch.tokens * layout.etp * layout.ep / layout.tp  # of the group
+        used = max(1.0, each * (1.0 - (1.0 - self.topk / self.num_experts) ** tokens))
+        moved = 4.0 * (rows / layout.etp * self.hidden_size * batch.itemsize)  # sorted by expert, and back
+        experts = matrices(self.parts(layout), are_experts=True)
+        exchanges = self._exchanges(batch) if layout.tp == 1 or batch.shares_tokens else ()
+        return found._replace(
+            products=(*found.products, Products(rows, experts, used, self._uneven(batch, rows), moved)),
+            elementwise=3 * ((self.inner_width + self.shared_ffn_hidden_size) / layout.tp),
+            reductions=0 if batch.shares_tokens and not self.shared_ffn_hidden_size else 1,
+            exchanges=tuple(exchanges),
+            launches=((MIXTURE, 1), (EXPERT, min(each, batch.tokens * self.topk))),  # of experts that have tokens
+        )
+
+    def _uneven(self, batch: MicroBatch, rows: float) -> float:
+        """Return the rows of the expert-parallel rank with most, as a multiple of the mean: as many as chance gives it,
+        times those of the experts that routers prefer."""
+        ep = batch.layout.ep
+        preferred = fullest_rank(ep, self.num_experts, batch.load_imbalance)
+        return min(float(ep), most_of(ep, rows * ep) * preferred)
+
+    def _exchanges(self, batch: MicroBatch) -> Iterator[Collective]:
+        """Yield the collectives of megatron's all-to-all dispatcher, of the rank with most tokens.
+
+        Tokens go to the ranks of their experts, their probabilities in a message of their own, and back. Ranks that
+        divide each expert gather both, and scatter sums in fp32. Before the first pass all ranks gather the number of
+        tokens of each expert. An engine's ranks have all tokens and exchange none.
+        """
+        layout = batch.layout
+        rows = batch.tokens * self.topk / layout.tp
+        most, hidden = rows * self._uneven(batch, rows * layout.etp), self.hidden_size
+        for width in (hidden * batch.itemsize, hidden * batch.itemsize, FP32):
+            yield Collective("all_to_all", most * width, ("ep",))
+        for width in (hidden * batch.itemsize, FP32, hidden * FP32):
+            yield Collective("all_gather", most * layout.etp * width, ("etp",))
+        yield Collective("all_gather", INT64 * self.num_experts * layout.etp * layout.ep, ("etp", "ep"), times=1)

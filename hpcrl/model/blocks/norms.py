@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from torch import Tensor
 
+    from hpcrl.model.blocks.micro_batch import MicroBatch
+
 
 @dataclass(frozen=True)
 class Norms:
@@ -35,6 +37,10 @@ class Norms:
         yield from weights
         if self.after:
             yield Weight(f"post_{block}_layernorm.weight", (hidden_size,))
+
+    def kept(self, batch: MicroBatch, hidden_size: int) -> int:
+        """Return the bytes that autograd keeps."""
+        return 2 * (self.before + self.after) * batch.norm(batch.local, hidden_size)
 
     def use(self, spec: ModuleSpec, *, uses_te: bool) -> None:
         """Set the norms in a layer of megatron's local spec, whose other modules are set."""

@@ -15,6 +15,7 @@ from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.forecast.time.layers import ENGINE, FORWARD, TRAINING, Operators
 from hpcrl.forecast.time.training import OPTIMIZER_OPERATORS
 from hpcrl.machine.measure_rank import CountOperators
+from hpcrl.model.blocks.micro_batch import MicroBatch
 from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.engine import NativeEngine
@@ -38,10 +39,10 @@ def counted(call: Callable[[], object]) -> int:
 
 def expected(operators: Operators, model: RoleModel) -> float:
     """Of one micro-batch."""
-    shape, layout = model.shape, model.layout
-    experts = (shape.num_experts * shape.is_moe_layer(layer) for layer in range(shape.num_layers))
-    layers = (operators.of_layer(layout, count, qk_norm=shape.qk_norm) for count in experts)
-    return operators.of_batch(layout) + operators.of_head(model.head) + sum(layers)
+    layout, batch = model.layout, MicroBatch(model.layout, SAMPLES * LENGTH, model.itemsize)
+    layers = ([block.computation(batch) for block in layer.blocks] for layer in model.shape.layers)
+    of_layers = sum(operators.of_layer(layer, layout) for layer in layers)
+    return operators.of_batch(layout) + operators.of_head(model.head) + of_layers
 
 
 @pytest.mark.parametrize(

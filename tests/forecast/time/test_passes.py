@@ -10,10 +10,10 @@ import pytest
 
 from hpcrl.forecast.time.collectives import Network
 from hpcrl.forecast.time.cost import Cost, Units
-from hpcrl.forecast.time.layers import most_of
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import Micro, PassModel, Recompute, pipelined
 from hpcrl.forecast.time.training import Optimizer, Passes, Update, forward_cost, imbalance, packing, update_cost
+from hpcrl.model.blocks.expert_load import most_of
 from hpcrl.model.operations import forward_flops
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
@@ -86,11 +86,11 @@ def test_sequence_parallelism_gathers_a_third_time() -> None:
     shared = model(ranks=2, machine=machine, layout={"tp": 2})
     whole = replace(shared, sequence_parallel=False)
     nbytes = 4 * LENGTH * SHAPE.hidden_size * 2
-    each = shared.network.all_gather(nbytes, shared._tp)
+    each = shared.network.all_gather(nbytes, shared.tp_group)
     layers = Cost(communication=SHAPE.num_layers * each)
     head = {key: built.forward(micro())[0].communication for key, built in ((1, shared), (0, whole))}
     ends = head[1] - 4 * layers.communication
-    assert ends == pytest.approx(each + 3 * shared.network.all_reduce(4 * OUTPUTS * 4, shared._tp), rel=1e-6)
+    assert ends == pytest.approx(each + 3 * shared.network.all_reduce(4 * OUTPUTS * 4, shared.tp_group), rel=1e-6)
     assert shared.training(micro())[0].communication > 10 * layers.communication
 
 
@@ -105,13 +105,13 @@ def test_experts_have_the_collectives_of_their_layers() -> None:
         return (built.forward(micro())[0].communication - ends.communication) / shape.num_layers
 
     engine = model(shape, ranks=2, machine=machine, layout={"tp": 2, "etp": 2}, sequence_parallel=False)
-    assert each_layer(engine) == pytest.approx(2 * engine.network.all_reduce(nbytes, engine._tp))
+    assert each_layer(engine) == pytest.approx(2 * engine.network.all_reduce(nbytes, engine.tp_group))
     trained = model(shape, ranks=2, machine=machine, layout={"tp": 2, "ep": 2})
-    pair = 2 * trained.network.all_gather(nbytes, trained._tp)
+    pair = 2 * trained.network.all_gather(nbytes, trained.tp_group)
     most = most_of(2, 4 * LENGTH * shape.moe_topk) / 2 * shape.moe_topk  # of a token's copies
-    exchanged = 2 * trained.network.all_to_all(nbytes * most, trained._tp)
-    exchanged += trained.network.all_to_all(4 * LENGTH * 4 * most, trained._tp)  # probabilities
-    exchanged += trained.network.all_gather(8 * shape.num_experts * 2, trained._tp)  # numbers of tokens
+    exchanged = 2 * trained.network.all_to_all(nbytes * most, trained.tp_group)
+    exchanged += trained.network.all_to_all(4 * LENGTH * 4 * most, trained.tp_group)  # probabilities
+    exchanged += trained.network.all_gather(8 * shape.num_experts * 2, trained.tp_group)  # numbers of tokens
     assert each_layer(trained) == pytest.approx(pair + exchanged)
     shared = replace(trained, shape=replace(shape, moe_shared_ffn_hidden_size=72))
     assert each_layer(shared) == pytest.approx(2 * pair + exchanged)
