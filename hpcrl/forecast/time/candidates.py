@@ -230,5 +230,4 @@ class Probe(TrainingPlan):
 
     def generating(self, taken: int) -> int:
         """Bytes of an engine's rank while it generates, beside `taken` bytes of other roles."""
-        weights = self.ends[0].total
-        return taken + weights + self._kv_cache(taken, weights) + sum(self._generation())
+        return taken + self.ends[0].total + self._kv_cache(taken, self.ends[0].total) + sum(self._generation())
