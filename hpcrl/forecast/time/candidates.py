@@ -31,7 +31,7 @@ AXES = ("tp", "pp", "cp", "vpp", "ep", "etp")
 VARIED = (*AXES, "pools", "recompute", "micro_batches", "offload", "kv_cache")
 GRANULARITY = "model.recompute.granularity"
 
-PARTS = 4  # of a job's nodes: sizes of pools are multiples of them
+POOL_UNITS = 4  # equal parts of a job's nodes, of which pools have whole numbers
 MOST_CHUNKS = 5  # of a pipeline stage; more have shorter bubbles and longer messages
 CONTEXT_TOKENS = 2048  # of the longest sequence, that context parallelism leaves to a rank at least
 MICRO_BATCHES = (1, 2, 4)  # tokens of a micro-batch, in longest sequences
@@ -69,7 +69,7 @@ class Space:
         known, judge = {spec.name: spec for spec in with_own(PLACED, self.own_roles)}, self.base.judge
         self.specs = {role: known[role] for role in self.base.derived.roles}
         self.others = tuple(role for role in self.specs if role not in ("actor", "rollout"))
-        self.shapes = {"rollout": job_shape(config), **({} if judge is None else {"judge": judge.shape})}
+        self.shapes = dict.fromkeys(self.specs, job_shape(config)) | ({} if judge is None else {"judge": judge.shape})
         self.shapes |= {role: model.shape for role, model in self.base.models.items()}
         now = config.model.recompute.granularity
         self.granularities = (None, "selective", "full") if "recompute" in self.varied else (now,)
@@ -106,7 +106,7 @@ class Space:
         """Ranks for so many sets: whole nodes, or single ranks of a job on one node. In asynchronous modes rank 0 runs
         the loop, and the first set starts behind it, at a rank where tensor-parallel groups of its node may start."""
         unit = self.per_node if self.num_ranks > self.per_node else 1
-        step = unit * max(1, self.num_ranks // unit // PARTS)
+        step = unit * max(1, self.num_ranks // unit // POOL_UNITS)
         for cuts in itertools.combinations(range(step, self.num_ranks, step), number - 1):
             for first in (0,) if mode == "sync" else divisors(self.per_node):
                 bounds = first, *cuts, self.num_ranks
@@ -230,5 +230,4 @@ class Probe(TrainingPlan):
 
     def generating(self, taken: int) -> int:
         """Bytes of an engine's rank while it generates, beside `taken` bytes of other roles."""
-        weights = self.ends[0].total
-        return taken + weights + self._kv_cache(taken, weights) + sum(self._generation())
+        return taken + self.ends[0].total + self._kv_cache(taken, self.ends[0].total) + sum(self._generation())

@@ -231,7 +231,7 @@ def leanest(space: Space) -> tuple[str, int]:
         pairs = [(probe, np.reshape(probe.sizes(tuple(KEYS)), (2, 2))) for probe in probes]
         chosen.append(min(pairs, key=lambda it: (it[1].sum(0).max(), -it[0].derived.roles[it[0].role].tp)))
         idle += chosen[-1][1][0]
-    nbytes = {probe.phases[-1].name: int((idle + extra).max()) for probe, (_, extra) in chosen}
+    nbytes = {probe.phases[-1].name: int((idle + extra).max()) for probe, (_, extra) in chosen if probe.phases}
     engine, (weights, _) = next(it for it in chosen if it[0].role == "rollout")
     nbytes["rollout"] = engine.generating(int((idle - weights).max()))
     return max(nbytes.items(), key=lambda it: it[1])

@@ -148,7 +148,8 @@ class Asked:
         yield ""
         if len(results) > 1:
             yield f"  {'why not the second':<22}{difference(best, results[1])}"
-        yield f"  {'combinations':<22}{counts['all']:,}, {counts['full']:,} too large; {counts['computed']} computed"
+        line = "  combinations          {all:,}, of which {full:,} are too large; {computed} computed exactly"
+        yield line.format_map(counts)
 
     def _result(self, place: int, result: Result) -> Iterator[str]:
         step, job, row = result.prediction, result.job, result.row
