@@ -1,5 +1,5 @@
-"""Estimators, losses and statistics, also of rollout against training log-probs: pure functions of torch tensors. No
-rank and no model; the folder is imported without torch."""
+"""Estimators, losses and statistics, also of rollout against training log-probs: pure functions of torch tensors; and
+optimizers. No rank and no model; the folder is imported without torch."""
 
 from __future__ import annotations
 

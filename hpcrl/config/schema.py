@@ -217,8 +217,8 @@ class DdpConfig(Section):
     )
     overlap_param_gather: bool | None = Field(
         None,
-        description="gather updated weights of a sharded optimizer during the next mini-batch's forward pass; null: on "
-        "GPUs, if possible",
+        description="gather updated weights of a sharded optimizer during the next mini-batch's forward pass; null: "
+        "on GPUs, if possible",
     )
     bucket_size: PositiveInt | None = Field(
         None,

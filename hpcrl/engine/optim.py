@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer import (
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from hpcrl.algorithms.optimizers.optimizer import Optimizer
 from hpcrl.engine.matrix_updates import MatrixUpdates
 from hpcrl.engine.sharded_optimizer import ShardedOptimizer, dtypes_of, init_state
 from hpcrl.model.shape import is_adapter
@@ -29,7 +30,6 @@ from hpcrl.runtime.megatron_versions import grads_for_norm
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-    from hpcrl.algorithms.optimizers.optimizer import Optimizer
     from hpcrl.config.schema import OptimConfig
     from hpcrl.model.params import Shard
     from hpcrl.model.shape import ModelShape
@@ -168,13 +168,15 @@ def _whole(
         states = {each: dtypes for group in optimizer.param_groups for each in group["params"]}
         init_state(optimizer, states, counts=False)
 
-    inner = chosen.make(param_groups, _NoMatrices())
+    inner, has_own_state = chosen.make(param_groups, _NoMatrices()), type(chosen).make is not Optimizer.make
     optimizer = (
         Float16OptimizerWithFloat16Params(inner, config, None, init)
         if config.bf16
         else FP32Optimizer(inner, config, init)
     )
     optimizer.grad_stats_parallel_group = groups.pgc.tp_ep_pp if is_expert else groups.pgc.mp
+    if not has_own_state:  # torch's optimizers make theirs at the first step
+        init(optimizer.optimizer)
     return optimizer
 
 

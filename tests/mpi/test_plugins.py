@@ -79,14 +79,18 @@ class Signs:
 @register_optimizer("signs", params=Signs)
 class SignDescent(Optimizer):
     def state(self, *, is_matrix):
-        return {"last": "float32"} if is_matrix else {}
+        return {"last": "bfloat16" if is_matrix else "float32"}
 
     def step(self, groups, state, matrices):
         for group in groups:
             for weight in group["params"]:
                 weight -= group["lr"] * self.params.scale * weight.grad.sign()
-                if weight in matrices:
-                    state[weight]["last"].copy_(weight.grad)
+                state[weight]["last"].copy_(weight.grad)
+
+
+@register_optimizer("whole_signs", params=Signs)
+class WholeSignDescent(SignDescent):
+    is_sharded = False
 """
 
 
@@ -96,12 +100,14 @@ def test_a_job_runs_with_an_optimizer_of_a_plugin(world: Any, lab: Lab) -> None:
         file.write_text(OPTIMIZER)
     world.barrier()
     found = []
-    for lr, scale in ((1e-3, 1.0), (2e-3, 0.5), (1e-3, 2.0)):
-        optim = {"optimizer": "signs", "lr": lr, "signs": {"scale": scale}}
+    cases = (("signs", 1e-3, 1.0), ("signs", 2e-3, 0.5), ("whole_signs", 1e-3, 1.0), ("signs", 1e-3, 2.0))
+    for name, lr, scale in cases:
+        optim = {"optimizer": name, "lr": lr, name: {"scale": scale}}
         sft = {"batch_size": 8, "total_training_steps": 2, "eval_freq": -1, "optim": optim}
-        run = lab.run_sft(f"signs_{lr}_{scale}", run={"plugins": [str(file)]}, sft=sft)
+        run = lab.run_sft(f"{name}_{lr}_{scale}", run={"plugins": [str(file)]}, sft=sft)
         found.append([row["train/loss"] for row in metrics(run).values()])
-    assert found[0] == found[1] != found[2]
+    assert found[0] == found[1] != found[3]
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
 
 
 def test_a_job_runs_with_the_parameters_of_a_plugin(world: Any, lab: Lab) -> None:

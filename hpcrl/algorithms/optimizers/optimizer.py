@@ -1,9 +1,11 @@
 """Optimizers by name, as the YAML names them: what one declares, and the whole matrices that it may compute on.
 
-@register_optimizer("lion", params=LionParameters)
-class Lion(Optimizer):
-    def state(self, *, is_matrix): ...
-    def step(self, groups, state, matrices): ...
+    @register_optimizer("lion", params=LionParameters)
+    class Lion(Optimizer):
+        def state(self, *, is_matrix): ...
+        def step(self, groups, state, matrices): ...
+
+The parameters are a dataclass, as of algorithms (`hpcrl.algorithms.parameters`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,6 @@ class Optimizer:
     """
 
     is_sharded: ClassVar[bool] = True  # state is divided over replicas (ZeRO-1); False: each replica has all of it
-    needs_matrices: ClassVar[bool] = False  # calls WholeMatrices.apply, once in a step
     without_adapters: ClassVar[str] = ""  # why low-rank adapters cannot be trained with it; "": they can
 
     def __init__(self, params: Any = None) -> None:
@@ -61,8 +62,9 @@ class Optimizer:
     def state(self, *, is_matrix: bool) -> dict[str, str]:
         """Return the tensors that are kept for a weight, of its shape: name -> "float32" or "bfloat16".
 
-        is_matrix: whether the weight is a matrix of a layer. The state of a sharded optimizer also has "step", () fp32,
-        the number of steps; an optimizer that reads it adds 1 in each step, for all weights.
+        is_matrix: whether the weight is a matrix of a layer; false for all if the optimizer is not sharded. The state
+        of a sharded optimizer also has "step", () fp32, the number of steps; an optimizer that reads it adds 1 in each
+        step, for all weights.
         """
         raise NotImplementedError(f"{type(self).__name__} has no state(is_matrix)")
 
@@ -78,7 +80,8 @@ class Optimizer:
         return _with_step(groups, partial(self.step, matrices=matrices))
 
     def operations(self, rows: int, cols: int) -> float:
-        """Return floating-point operations of `WholeMatrices.apply` for a matrix, besides those per element."""
+        """Return the floating-point operations of the function that `WholeMatrices.apply` calls, for a projection of
+        this size; 0 for an optimizer that does not call it."""
         return 0.0
 
 
