@@ -193,18 +193,10 @@ class ModelShape:
             return scale
         return scale * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
 
-    def is_moe_layer(self, layer: int) -> bool:
-        return self.num_experts > 0 and layer not in self.dense_layers
-
     @property
     def has_stacked_experts(self) -> bool:
         """Whether its Hugging Face directories have a layer's experts in one tensor."""
         return self.family == "qwen3_vl_moe"
-
-    @cached_property
-    def moe_layers(self) -> tuple[int, ...]:
-        """The MoE layers."""
-        return tuple(layer for layer in range(self.num_layers) if self.is_moe_layer(layer))
 
     @property
     def tokens_per_patch(self) -> float:
@@ -227,16 +219,9 @@ class ModelShape:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-# Megatron's matrix -> the projections whose rows it holds, by Llama's names.
-PROJECTIONS: dict[str, tuple[str, ...]] = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
-ALL_LINEAR = tuple(name for names in PROJECTIONS.values() for name in names)
-ATTENTION_PROJECTIONS = PROJECTIONS["linear_qkv"] + PROJECTIONS["linear_proj"]
-ROW_PARALLEL = PROJECTIONS["linear_proj"] + PROJECTIONS["linear_fc2"]  # tensor parallelism splits their inputs
+# Projections with adapters, by Llama's names.
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL_LINEAR = (*ATTENTION_PROJECTIONS, "gate_proj", "up_proj", "down_proj")
 FACTORS = ("lora_A", "lora_B")
 
 

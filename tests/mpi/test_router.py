@@ -75,7 +75,7 @@ def test_losses_are_those_of_their_papers(world) -> None:
     aux = torch.stack([load_balancing_loss_func((of,), experts, topk) / topk for row in logits for of in row])
     num_tokens = sum(len(row[0]) for row in logits)
     squares = torch.stack([of.exp().sum(1).log().square().sum() for row in logits for of in row])
-    num_layers = len(MIXTURE.moe_layers)
+    num_layers = len(MIXTURE.routed.layers)
     assert metrics["moe_aux_loss"] == pytest.approx(float(aux.mean()), rel=1e-5)
     assert metrics["moe_z_loss"] == pytest.approx(float(squares.sum()) / num_layers / num_tokens, rel=1e-5)
     load = torch.stack(
@@ -100,7 +100,7 @@ PLACES = [
     for size, names in LAYOUTS.items()
     for name in names
 ]
-WIDTH = len(MIXTURE.moe_layers) * MIXTURE.moe_topk
+WIDTH = len(MIXTURE.routed.layers) * MIXTURE.moe_topk
 
 
 @pytest.mark.parametrize("layout", PLACES)
@@ -170,7 +170,7 @@ def test_the_rollout_engine_tells_where_tokens_went(
         weight.copy_(trainer.named_shards()[name])
     prompts = [np.arange(length, dtype=np.int32) % 40 for length in (1, 2, 30)]
     requests = [Request(prompt, str(len(prompt)), sample) for prompt in prompts for sample in range(3)]
-    sampling, width = SamplingParams(30, routed_experts=True), len(shape.moe_layers) * shape.moe_topk
+    sampling, width = SamplingParams(30, routed_experts=True), len(shape.routed.layers) * shape.moe_topk
     done = engine.generate(requests, sampling, seed=0, step=0)
     plain = engine.generate(requests, replace(sampling, routed_experts=False), seed=0, step=0)
     for with_experts, without in zip(done, plain, strict=True):

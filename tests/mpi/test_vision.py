@@ -220,7 +220,7 @@ def test_rollout_says_what_training_says(
 
 def same_choice(found: np.ndarray, expected: np.ndarray, shape: ModelShape) -> bool:
     """Of the experts of all tokens but the last, which the engine has not run; a choice is a set."""
-    sets = [np.sort(each.reshape(-1, len(shape.moe_layers), shape.moe_topk)[:-1]) for each in (found, expected)]
+    sets = [np.sort(each.reshape(-1, len(shape.routed.layers), shape.moe_topk)[:-1]) for each in (found, expected)]
     return np.array_equal(*sets)
 
 

@@ -119,7 +119,7 @@ class RoleModel:
         # Dense weights and experts are divided over replicas of their own; context-parallel ranks are replicas here.
         coords = [(self.layout.coord(it), self.layout.expert_coord(it)) for it in ranks]
         places = {(dense.dp * self.layout.cp + dense.cp, expert.edp) for dense, expert in coords}
-        if not self.shape.num_experts:
+        if self.shape.routed is None:
             places = {(dense, 0) for dense, _ in places}
         most = max(sum(buffer.divided(place[buffer.is_expert]) for buffer in buffers) for place in places)
         scalars = len({buffer.is_expert for buffer in buffers}) * self._scalars

@@ -23,6 +23,7 @@ from hpcrl.forecast.memory.refit import job_shape
 from hpcrl.forecast.memory.state import RoleModel, State
 from hpcrl.forecast.time.phases import whole_numbers
 from hpcrl.forecast.time.training import least_states
+from hpcrl.model.blocks.block import unsupported
 from hpcrl.model.params import role_layout
 from hpcrl.runtime.exits import InputError
 
@@ -135,15 +136,16 @@ class Space:
         """Sizes of each axis."""
         shape, now = self.shapes[role], getattr(self.template.placement, role)
         inside = [size for size in divisors(count) if size <= self.per_node]
-        contexts = 0 if shape.mla else self.base.derived.max_sequence_length // CONTEXT_TOKENS
+        contexts = (
+            0 if unsupported(shape.layers, "planned_cp") else self.base.derived.max_sequence_length // CONTEXT_TOKENS
+        )
         found = {"tp": inside, **dict.fromkeys(AXES[1:], [1])}
         if not self.specs[role].is_engine:
             found["pp"] = [pp for pp in divisors(count) if pp <= shape.num_layers]
             found["cp"] = [cp for cp in inside if cp <= max(1, contexts)]
             found["vpp"] = [vpp for vpp in divisors(shape.num_layers) if vpp <= MOST_CHUNKS]
-            if shape.num_experts:
-                found["ep"] = divisors(shape.num_experts)
-                found["etp"] = [etp for etp in inside if not shape.moe_ffn_hidden_size % etp]
+            if shape.routed is not None:
+                found["ep"], found["etp"] = divisors(shape.routed.num_experts), inside
         return [found[axis] if axis in self.varied else [getattr(now, axis)] for axis in AXES]
 
     def work(self, role: str) -> list[Keys]:

@@ -95,7 +95,7 @@ def make_engine(
 def host_order(model: RoleModel, stage: int) -> int:
     """Bytes of the order of the experts, which megatron keeps on the host."""
     layers = stage_layers(model.shape.num_layers, stage, model.layout.pp)
-    return sum(model.shape.is_moe_layer(layer) for layer in layers) * model.shape.num_experts * 8
+    return sum(model.shape.layers[layer].num_experts > 0 for layer in layers) * model.shape.num_experts * 8
 
 
 @covering(
@@ -223,7 +223,7 @@ def test_chunks_and_layers_that_are_computed_again(
 def test_what_balance_and_replay_add(layout: str) -> None:
     model, moe = RoleModel(MOE, LAYOUTS[layout], "lm", 4, ADAM), MoeConfig(aux_loss_coeff=0.1, z_loss_coeff=0.1)
     batch = make_batch()
-    lengths = batch.fetch("input_ids").lengths * len(MOE.moe_layers) * MOE.moe_topk
+    lengths = batch.fetch("input_ids").lengths * len(MOE.routed.layers) * MOE.moe_topk
     experts = Ragged.from_lengths(np.full(int(lengths.sum()), NOT_RECORDED, np.int16), lengths)
     plain = make_pass(model, entropy=True)
     for stage in range(model.layout.pp):
@@ -275,7 +275,7 @@ def test_adapters_are_the_live_bytes(shape: ModelShape, itemsize: int, layout: s
             engine = make_engine(model, groups, head_chunk_tokens=64)
             resident = live.live()
             moe_layers = sum(
-                shape.is_moe_layer(layer) for layer in stage_layers(shape.num_layers, stage, model.layout.pp)
+                shape.layers[layer].num_experts > 0 for layer in stage_layers(shape.num_layers, stage, model.layout.pp)
             )
             assert resident - moe_layers * shape.num_experts * 8 == model.state(stage, rank).total
             assert model.state(stage, rank).total < 0.5 * whole.state(stage, rank).total
