@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 from hpcrl.model.blocks.block import blocks_of
-from hpcrl.model.blocks.micro_batch import MicroBatch
+from hpcrl.model.blocks.micro_batch import MicroBatch, seen_pairs
 from hpcrl.model.params import ONE_RANK
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision, tower_tensors
@@ -23,7 +23,7 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -
     """
     per_token, per_output, per_pair = operations(shape)
     each = list(lengths)
-    attention = sum(per_pair / 2 * length * (length + 1.0) for length in each)
+    attention = sum(width * seen_pairs(length, sees) for sees, width in per_pair for length in each)
     return per_token * sum(each) + per_output * num_outputs + attention
 
 
@@ -42,16 +42,16 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int, 
 
 
 @cache
-def operations(shape: ModelShape) -> tuple[float, float, float]:
+def operations(shape: ModelShape) -> tuple[float, float, tuple[tuple[int | None, float], ...]]:
     """Return the operations of a forward pass per token, per output of the head, and per pair of tokens of which one
-    attends to the other."""
-    token = MicroBatch(ONE_RANK, 1, 1)
-    per_token = per_pair = 0.0
+    attends to the other, by the tokens that a token sees (see `seen_pairs`)."""
+    token, per_token = MicroBatch(ONE_RANK, 1, 1), 0.0
+    per_pair: dict[int | None, float] = {}
     for block, count in blocks_of(shape.layers).items():
         its = block.computation(token)
         per_token += count * sum(each.rows * sum(map(math.prod, each.matrices)) for each in its.products)
-        per_pair += count * its.pair_width
-    return 2.0 * per_token, 2.0 * shape.padded_vocab_size * shape.hidden_size, 2.0 * per_pair
+        per_pair[its.sees] = per_pair.get(its.sees, 0.0) + 2.0 * count * its.pair_width
+    return 2.0 * per_token, 2.0 * shape.padded_vocab_size * shape.hidden_size, tuple(per_pair.items())
 
 
 def tower_flops(vision: Vision, grids: Iterable[Sequence[int]]) -> float:

@@ -92,7 +92,8 @@ class Engine:
         for it, count in computations_of(self.model):
             moving = it.cached_width * units.itemsize / units.bandwidth
             computing = 2.0 * it.decode_width / units.attended.flops
-            seconds += sequences * lengths.cached * count * max(moving, computing)
+            read = lengths.cached if it.sees is None else min(lengths.cached, it.sees * lengths.response)
+            seconds += sequences * read * count * max(moving, computing)
         return Cost(attention=seconds)
 
 

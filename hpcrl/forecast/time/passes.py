@@ -11,7 +11,7 @@ from hpcrl.forecast.time.collectives import Group, Network, group_of
 from hpcrl.forecast.time.cost import NOTHING, Cost, Units
 from hpcrl.forecast.time.layers import FORWARD, TRAINING, Numbers, Operators, Stage, numbers_of, stages_of
 from hpcrl.model.blocks.block import Layer, matrices
-from hpcrl.model.blocks.micro_batch import FP32, Computation, Matrix, MicroBatch
+from hpcrl.model.blocks.micro_batch import FP32, Computation, Matrix, MicroBatch, seen_pairs
 from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
@@ -253,7 +253,10 @@ class LayerCost:
     def _core(self, block: Computation) -> Cost:
         """Return the cost of attention between tokens."""
         micro, width = self.micro, block.pair_width
-        return self.model.units.attention(micro.pairs, micro.length, width) if width else NOTHING
+        if not width:
+            return NOTHING
+        share = 1.0 if block.sees is None else seen_pairs(micro.length, block.sees) / seen_pairs(micro.length, None)
+        return self.model.units.attention(micro.pairs * share, micro.length, width)
 
     def _elementwise(self) -> Cost:
         """Return the cost of two norms (read, write), two residual sums (two reads, a write), and of the blocks."""

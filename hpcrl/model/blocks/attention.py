@@ -1,14 +1,14 @@
-"""Grouped-query attention. No torch; modules are in `attention_modules`."""
+"""Attention over heads, and grouped-query attention. No torch; modules are in `attention_modules`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from hpcrl.model.blocks.block import CachedHeads, Feature, Projection, Weight
-from hpcrl.model.blocks.heads import Heads, HeadsBlock
+from hpcrl.model.blocks.block import Block, CachedHeads, Feature, Projection, Weight
+from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, MicroBatch
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,6 +16,114 @@ if TYPE_CHECKING:
 
     from hpcrl.model.blocks.attention_modules import AttentionStep, Linear
     from hpcrl.runtime.groups import RoleGroups
+
+
+ATTENTION = Launches(68, 172, 47, 10)  # with the norms and sums of the layer
+HEAD_NORM = Launches(10, 56, 8, 1)
+
+
+class Heads(NamedTuple):
+    """The heads of a model, and their widths. `rope_dim` is the width of the rotated part of queries and keys.
+    `has_norm` says whether each query and key head has an RMSNorm."""
+
+    queries: int
+    groups: int
+    key_dim: int
+    value_dim: int
+    rope_dim: int
+    has_norm: bool = False
+
+
+@dataclass(frozen=True)
+class HeadsBlock(Block):
+    """Causal attention over packed sequences, as `hpcrl.model.blocks.attention_modules.PackedAttention` computes it."""
+
+    recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = "core_attn"
+
+    @property
+    def heads(self) -> Heads:
+        raise NotImplementedError
+
+    def projected(self, tp: int) -> int:
+        """Return the numbers of a token that a rank's projections compute before attention."""
+        query, key = self._widths(tp)
+        return query + 2 * key
+
+    def _widths(self, tp: int) -> tuple[int, int]:
+        """Return the numbers of a token in the queries and in the keys of a rank."""
+        heads = self.heads
+        return heads.queries // tp * heads.key_dim, heads.groups // tp * heads.key_dim
+
+    def inputs(self) -> dict[str, int]:
+        return {"rotary angles": self.heads.rope_dim * FP32}
+
+    def held(self, batch: MicroBatch) -> Held:
+        """Return what is held; of a recomputed block queries, keys and values, and the output."""
+        inputs = batch.tokens * 2 * sum(self._widths(batch.layout.tp)) * batch.itemsize
+        return Held(self._kept(batch), self._peak(batch), inputs)
+
+    def _kept(self, batch: MicroBatch) -> int:
+        """Return the bytes of queries, keys, values, output and its logarithmic sums, and of the packed output. Context
+        parallelism adds keys and values of other ranks."""
+        heads, tp, itemsize = self.heads, batch.layout.tp, batch.itemsize
+        (query, key), queries = self._widths(tp), heads.queries // tp
+        # Values are padded until the output is packed.
+        total = batch.tokens * ((2 * query + 2 * key + queries * heads.value_dim) * itemsize + queries * FP32)
+        for wanted, seen in tails(batch):
+            total += seen * (2 * key + (0 if batch.on_gpu else wanted)) * itemsize  # the CPU has a mask
+        if heads.has_norm:
+            # The inputs are parts of the projection's output, which stays whole.
+            copies = batch.norm_copies * (query + key) * FP32
+            inside = (query + 2 * key) * itemsize if batch.norm_keeps_input else copies
+            total += batch.tokens * (inside + (queries + heads.groups // tp) * FP32)
+        return total
+
+    def _peak(self, batch: MicroBatch) -> int:
+        """Return the most bytes, with the output of the projections. In bf16 the CPU's norm of queries has four copies
+        of them in fp32."""
+        heads, layout, tokens = self.heads, batch.layout, batch.tokens
+        query, key = self._widths(layout.tp)
+        norm = 4 * tokens * query * FP32 if heads.has_norm and not batch.norm_keeps_input else 0
+        inside = tokens * (3 * query + 2 * key)
+        if heads.value_dim < heads.key_dim:
+            inside += tokens * heads.queries // layout.tp * heads.value_dim  # the packed output
+        if layout.cp > 1:
+            wanted, seen = max(tails(batch), default=(0, 0))
+            inside += 2 * key * ((layout.cp + 2) * tokens + seen) + tokens * query
+            inside += (tokens * (query + key) if heads.has_norm else 0) + (0 if batch.on_gpu else wanted * seen)
+        gathered = batch.gathered(self.hidden_size) if batch.lora is not None else 0
+        return tokens * self.projected(layout.tp) * batch.itemsize + max(norm, inside * batch.itemsize) + gathered
+
+    def computation(self, batch: MicroBatch) -> Computation:
+        """Return the computation. The rotary embedding is elementwise. Context-parallel ranks gather keys and values,
+        and their gradients are scattered."""
+        heads, layout, found = self.heads, batch.layout, super().computation(batch)
+        width, rotated = heads.key_dim + heads.value_dim, (heads.queries + heads.groups) * heads.key_dim
+        of_pair = heads.queries / layout.tp * width
+        gathered = batch.tokens * layout.cp * (heads.groups / layout.tp * width)
+        keys = Collective("all_gather", gathered * batch.itemsize, ("cp",))
+        return found._replace(
+            elementwise=2 * (rotated / layout.tp),
+            pair_width=of_pair,
+            sees=self.sees,
+            decode_width=of_pair,
+            cached_width=-(-heads.groups // layout.tp) * width,
+            exchanges=(keys,) if layout.cp > 1 else (),
+            launches=((ATTENTION, 1), (HEAD_NORM, heads.has_norm)),
+        )
+
+
+def tails(batch: MicroBatch) -> list[tuple[int, int]]:
+    """Return the queries of sequences that began in an earlier chunk, and their keys, on the context-parallel rank with
+    most of them (see `hpcrl.model.gpt`)."""
+    cp, length = batch.layout.cp, batch.longest
+    if cp == 1:
+        return []
+    chunk = batch.tokens // 2
+    cut = [start % length for start in range(0, 2 * cp * chunk, chunk)]
+    found = [(min(chunk, length - before), before + min(chunk, length - before)) for before in cut]
+    of_ranks = [[found[place] for place in (rank, 2 * cp - 1 - rank) if cut[place]] for rank in range(cp)]
+    return max(of_ranks, key=lambda tails: sum(queries * keys for queries, keys in tails))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpcrl.model.blocks.attention import output_projection
+from hpcrl.model.blocks.attention import Heads, HeadsBlock, output_projection
 from hpcrl.model.blocks.block import CachedHeads, Weight
-from hpcrl.model.blocks.heads import Heads, HeadsBlock
 from hpcrl.model.blocks.micro_batch import Computation, Held, MicroBatch
 
 if TYPE_CHECKING:

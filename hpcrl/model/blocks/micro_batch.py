@@ -134,17 +134,24 @@ class Computation(NamedTuple):
     """What a rank computes and sends for a block in a forward pass, without adapters.
 
     Elementwise operators read and write `elementwise` numbers of each token. Attention multiplies and adds
-    `pair_width` numbers for each pair of tokens, and `decode_width` numbers for each cached token in a decode step. An
-    engine caches `cached_width` numbers of each token. Tensor-parallel ranks sum hidden states `reductions` times;
-    `exchanges` are the other collectives. `launches` are operators and how many times each runs, without those of
-    parallelism.
+    `pair_width` numbers for each pair of tokens, and `decode_width` numbers for each cached token in a decode step; a
+    token attends to `sees` tokens, its own included, or to all before it. An engine caches `cached_width` numbers of
+    each token. Tensor-parallel ranks sum hidden states `reductions` times; `exchanges` are the other collectives.
+    `launches` are operators and how many times each runs, without those of parallelism.
     """
 
     products: tuple[Products, ...]
     elementwise: float = 0.0
     pair_width: float = 0.0
+    sees: int | None = None
     decode_width: float = 0.0
     cached_width: int = 0
     reductions: int = 1
     exchanges: tuple[Collective, ...] = ()
     launches: tuple[tuple[Launches, float], ...] = ()
+
+
+def seen_pairs(length: float, sees: int | None) -> float:
+    """Return the pairs of tokens of which one attends to the other, in a sequence of `length` tokens."""
+    window = length if sees is None else min(length, sees)
+    return window * (window + 1.0) / 2.0 + (length - window) * window

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcrl.forecast.time.layers import LOAD_METRIC, with_measured_load
-from hpcrl.model.blocks.expert_load import fullest_rank, most_of
+from hpcrl.model.blocks.mixture import fullest_rank, most_of
 from tests.forecast.memory.shapes import MOE
 from tests.forecast.time.test_passes import micro, model
 from tests.run.test_predicted import config

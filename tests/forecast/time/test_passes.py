@@ -13,7 +13,7 @@ from hpcrl.forecast.time.cost import Cost, Units
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import Micro, PassModel, Recompute, pipelined
 from hpcrl.forecast.time.training import Optimizer, Passes, Update, forward_cost, imbalance, packing, update_cost
-from hpcrl.model.blocks.expert_load import most_of
+from hpcrl.model.blocks.mixture import most_of
 from hpcrl.model.operations import forward_flops
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
