@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,30 +34,26 @@ SHAPE = ModelShape(
     vocab_size=45,
     init_std=0.1,
 )
-MIXTURE = ModelShape(
-    **{**vars(SHAPE), "num_experts": 8, "moe_ffn_hidden_size": 32, "moe_topk": 3, "dense_layers": (1,), "qk_norm": True}
+MIXTURE = replace(SHAPE, num_experts=8, moe_ffn_hidden_size=32, moe_topk=3, dense_layers=(1,), qk_norm=True)
+DEEPSEEK = replace(
+    SHAPE,
+    num_query_groups=8,
+    head_dim=12,
+    mla=LatentAttention(24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
+    rope_scaling=RopeScaling("yarn", 4.0, 64, mscale_all_dim=1.0),
+    num_experts=8,
+    moe_ffn_hidden_size=32,
+    moe_shared_ffn_hidden_size=32,
+    moe_topk=3,
+    dense_layers=(0,),
+    moe_score_function="sigmoid",
+    moe_score_bias=True,
+    moe_num_groups=4,
+    moe_topk_groups=2,
+    moe_group_best=2,
+    moe_routed_scale=2.5,
 )
-DEEPSEEK = ModelShape(
-    **{
-        **vars(SHAPE),
-        "num_query_groups": 8,
-        "head_dim": 12,
-        "mla": LatentAttention(24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
-        "rope_scaling": RopeScaling("yarn", 4.0, 64, mscale_all_dim=1.0),
-        "num_experts": 8,
-        "moe_ffn_hidden_size": 32,
-        "moe_shared_ffn_hidden_size": 32,
-        "moe_topk": 3,
-        "dense_layers": (0,),
-        "moe_score_function": "sigmoid",
-        "moe_score_bias": True,
-        "moe_num_groups": 4,
-        "moe_topk_groups": 2,
-        "moe_group_best": 2,
-        "moe_routed_scale": 2.5,
-    }
-)
-TIED = ModelShape(**{**vars(SHAPE), "tie_word_embeddings": True})
+TIED = replace(SHAPE, tie_word_embeddings=True)
 SIZES = {
     1: {"single": {}},
     2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "cp2": {"cp": 2}, "pp2vpp2": {"pp": 2, "vpp": 2}},

@@ -6,6 +6,7 @@ On a GPU each wait empties the queue of launches, so that the device is idle unt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,6 @@ from hpcrl.config.derive import check
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.kernels.grouped_experts import Experts, mixture
-from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.actor_objective import ActorObjective
 from tests.mpi.layouts import SGD, SHAPE
@@ -59,7 +59,7 @@ def counted(
 ) -> Callable[..., tuple[Counts, Counts]]:
     def counted(work: Work, optim: OptimConfig = SGD) -> tuple[Counts, Counts]:
         """Of an update, its metrics included, and of log-probs and entropies."""
-        shape = ModelShape(**{**vars(SHAPE), "num_layers": work.layers})
+        shape = replace(SHAPE, num_layers=work.layers)
         engine = TrainEngine(shape, groups["alone"], optim=optim)
         batch = samples(work.samples)
         options: dict[str, Any] = {"max_tokens": LENGTH * work.samples // work.micro_batches, "temperature": 0.7}

@@ -6,6 +6,7 @@ orders of magnitude (see the last tests), so a bound is a check of the whole way
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ SHAPE = ModelShape(
     vocab_size=45,
     init_std=0.3,
 )
-TIED = ModelShape(**{**vars(SHAPE), "tie_word_embeddings": True})
+TIED = replace(SHAPE, tie_word_embeddings=True)
 SAMPLING = SamplingParams(10, temperature=0.8, eos_token_ids=(1,))
 
 # The shape and the dtypes of training and rollout. Largest values seen over all pairs are behind the bounds (two cores,

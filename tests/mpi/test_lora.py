@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -38,7 +39,7 @@ from tests.mpi.layouts import (
 )
 from tests.mpi.test_hf import check, write
 
-SMALL = ModelShape(**{**vars(MIXTURE), "num_layers": 3, "num_experts": 4})
+SMALL = replace(MIXTURE, num_layers=3, num_experts=4)
 LORA = Lora(rank=3, alpha=6.0)
 SOME = Lora(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"))
 

@@ -4,6 +4,7 @@ that takes it whole."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
 from hpcrl.engine.microbatch import needed_count
-from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.world import World
 from hpcrl.workers.actor_objective import ActorObjective
 from hpcrl.workers.model_worker import ModelWorker
@@ -39,7 +39,7 @@ COUNTS = (1, 3, 7)  # micro-batches of the replica with the most
 SPLITS = [(layout, count) for layout in SHARES for count in COUNTS][1:]  # the first is what all are compared with
 CELLS = [(loss, mode) for loss in LOSSES for mode in MODES]
 WHOLE = 10_000  # tokens, more than there are
-TWO_LAYERS = ModelShape(**{**vars(SHAPE), "num_layers": 2})
+TWO_LAYERS = replace(SHAPE, num_layers=2)
 
 
 def covering(loss: str, mode: str) -> list[tuple[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -57,8 +58,8 @@ MEDIUM = ModelShape(
     head_dim=8,
     vocab_size=64,
 )
-THIN = ModelShape(**{**vars(MEDIUM), "num_layers": 1, "ffn_hidden_size": 64})
-LARGE = ModelShape(**{**vars(MEDIUM), "hidden_size": 256, "ffn_hidden_size": 512})
+THIN = replace(MEDIUM, num_layers=1, ffn_hidden_size=64)
+LARGE = replace(MEDIUM, hidden_size=256, ffn_hidden_size=512)
 
 LAYOUTS = {
     1: [(Layout((0,)), Layout((0,)))],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.checkpoint.sharded_load import load_sharded
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 from tests.mpi.layouts import (
     DEEPSEEK,
@@ -33,7 +33,7 @@ from tests.mpi.layouts import (
     value_engine,
 )
 
-WIDER = ModelShape(**{**vars(SHAPE), "ffn_hidden_size": 128})
+WIDER = replace(SHAPE, ffn_hidden_size=128)
 ADAM = OptimConfig(lr=1e-2, lr_warmup_steps=4, weight_decay=0.1, clip_grad=0.0)
 SGD = OptimConfig(optimizer="sgd", lr=0.1, momentum=0.9, clip_grad=0.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,7 +129,7 @@ def larger(shape: ModelShape) -> ModelShape:
     """Every matrix SCALE times as high and as wide, so that whole rows are small parts of it."""
     sizes = ("hidden_size", "ffn_hidden_size", "head_dim", "moe_ffn_hidden_size")
     changes = {size: getattr(shape, size) * SCALE for size in sizes}
-    return make_shape(**vars(shape) | changes | {"vocab_size": shape.padded_vocab_size * SCALE})
+    return replace(shape, **changes, vocab_size=shape.padded_vocab_size * SCALE)
 
 
 @settings(deadline=None, max_examples=100)
@@ -137,9 +138,7 @@ def larger(shape: ModelShape) -> ModelShape:
 def test_the_largest_sender_is_close_to_the_exact_optimum(resharding: Resharding) -> None:
     """Senders may be chosen among the holders on the receiver's node, or else among all."""
     if resharding.destination_format == "tensorrt_llm":
-        resharding = Resharding(
-            **vars_of(resharding) | {"shape": make_shape(**vars(resharding.shape) | {"vocab_size": 64})}
-        )
+        resharding = Resharding(**vars_of(resharding) | {"shape": replace(resharding.shape, vocab_size=64)})
     masks = holders(resharding)
     tensors = global_tensors(resharding.shape).items()
     # what one element of the small model stands for in the large one; a router has as many rows in both

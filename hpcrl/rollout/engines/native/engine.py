@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.engines.native.attention import PagedAttention
 from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, CacheLayout, blocks_for
 from hpcrl.rollout.engines.native.decoder import Decoder, TensorParallel
-from hpcrl.rollout.engines.native.generate_call import GenerateCall
+from hpcrl.rollout.engines.native.generate_call import GenerateCall, RowCall
 from hpcrl.rollout.engines.native.kv_cache import KVCache
-from hpcrl.rollout.engines.native.paged_decode import PagedDecode
+from hpcrl.rollout.engines.native.paged_decode import PagedCall, PagedDecode
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 
@@ -65,27 +66,21 @@ class NativeEngine:
         size = tp.smallest(layout.num_blocks(dtype.itemsize, kv_cache_bytes, *limits))
         has_kernels, self._paged = bool(layout.heads) and PagedAttention.fits(layout, BLOCK_SIZE, dtype, device), None
         self._cache: KVCache | RowCache
+        options: dict[str, Any] = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_model_len": max_model_len,
+            "enable_prefix_caching": enable_prefix_caching,
+        }
         if exact or (device.type == "cpu" and not has_kernels):
             self._cache = RowCache(layout, size, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, dtype)
+            self._begin: Callable[..., GenerateCall] = partial(RowCall, self._decoder, self._cache, **options)
         else:
             self._cache = KVCache(layout, size, BLOCK_SIZE, max_num_seqs, dtype, device)
             # No graphs with experts: the host reads how many tokens each of them has.
-            graphed = (
-                device.type == "cuda"
-                and has_kernels
-                and not (enforce_eager or any(layer.num_experts for layer in shape.layers))
-            )
+            graphed = device.type == "cuda" and has_kernels and not enforce_eager and shape.routed is None
             self._paged = PagedDecode(self._decoder, self._cache, max_num_seqs, width, is_graphed=graphed)
-        self._begin = partial(
-            GenerateCall,
-            self._decoder,
-            self._cache,
-            paged=self._paged,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            enable_prefix_caching=enable_prefix_caching,
-        )
+            self._begin = partial(PagedCall, self._decoder, self._cache, paged=self._paged, **options)
 
     def weights(self) -> dict[str, Tensor]:
         return self._decoder.weights

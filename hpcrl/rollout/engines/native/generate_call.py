@@ -21,12 +21,11 @@ from hpcrl.rollout.engines.native.attention import (
     padded_tokens,
 )
 from hpcrl.rollout.engines.native.decoder import Decoder, TokenFeatures
-from hpcrl.rollout.engines.native.kv_cache import KVCache
-from hpcrl.rollout.engines.native.paged_decode import PagedDecode, StepInFlight
+from hpcrl.rollout.engines.native.kv_cache import KVCache, Moves
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.engines.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
-from hpcrl.rollout.sampling import check_finite, request_key, sample, sample_sharded
+from hpcrl.rollout.sampling import request_key, sample, sample_sharded
 from hpcrl.runtime.accelerator import annotated
 
 
@@ -80,14 +79,16 @@ MAX_PADDING = 1.25
 
 @dataclass(eq=False)
 class GenerateCall:
-    """Runs steps until every sequence is complete; `completions` is by the index of the request."""
+    """Runs steps until every sequence is complete; `completions` is by the index of the request.
+
+    The subclasses decode: `RowCall` on the CPU, a step at a time, and `PagedCall` on a device.
+    """
 
     decoder: Decoder
     cache: KVCache | RowCache
     sampling: SamplingParams
     seed: int
     trainer_step: int
-    paged: PagedDecode | None  # None: decode on the CPU or in exact mode
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -98,9 +99,6 @@ class GenerateCall:
     # Of contexts that further sequences wait for: what the layers with windows and states have after it, by group.
     _snapshots: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False)
     _groups: dict[bytes, int] = field(default_factory=dict, init=False)  # hash of a context -> its first request
-    # The paged step whose tokens have not been read. It has all rows of the batch: it is read before rows join.
-    _in_flight: StepInFlight | None = field(default=None, init=False)
-    _rows_changed: bool = field(default=False, init=False)  # since they were sorted
 
     def __post_init__(self) -> None:
         self._scheduler = Scheduler(self.max_num_seqs, self.max_num_batched_tokens, self.cache.block_size)
@@ -108,8 +106,6 @@ class GenerateCall:
         width = self.decoder.routing_width if self._records else 0
         self._batch = RunningBatch(self.max_num_seqs, self.sampling, width)
         self.cache.clear()
-        if self.paged is not None:
-            self.paged.state.clear(self.trainer_step)
 
     @property
     def has_work(self) -> bool:
@@ -138,13 +134,14 @@ class GenerateCall:
                 self._prefill(self._scheduler.schedule(groups, self._batch.num_rows, self.cache.pool.num_free))
         else:
             with annotated("decode"):
-                if self.paged is None:
-                    self._preempt()
-                    self._sort()
-                    self._decode()
-                    self._finish()
-                else:
-                    self._decode_paged(self.paged)
+                self._decode()
+
+    def _decode(self) -> None:
+        """Decode one token of all running sequences, and finish those that are complete."""
+        raise NotImplementedError
+
+    def _read(self) -> None:
+        """Complete the step that has been launched, before rows join or sequences end."""
 
     def abort(self) -> None:
         """End all sequences."""
@@ -201,17 +198,11 @@ class GenerateCall:
         if sequence.pictures:
             assert self.decoder.vision is not None
             shift = int(sequence.rope_positions(self.decoder.vision)[0, -1]) - sequence.num_to_cache
-        row = self._batch.add(sequence, shift)
-        self._rows_changed = True
-        if self.paged is not None:
-            self.paged.state.join(self._batch, row)
-        return row
+        return self._batch.add(sequence, shift)
 
     def _grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Assign blocks to `rows` as `BlockBudget.grow` does, on the device too."""
-        found = self.cache.pool.grow(rows, num_tokens)
-        if self.paged is not None and isinstance(self.cache, KVCache):
-            self.paged.state.grow(self.cache.pool.row_of[found], self.cache.pool.order_of[found], found)
+        """Assign blocks to `rows` as `BlockBudget.grow` does."""
+        self.cache.pool.grow(rows, num_tokens)
 
     def _fill(self, tokens: PrefillTokens, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens, if they are recorded."""
@@ -236,9 +227,44 @@ class GenerateCall:
             # Of these the one that joined first continues first.
             self._scheduler.put_back(self._remove(latest[:count][::-1]))
 
+    def _finish(self) -> None:
+        stopped, at_limit = self._batch.stopped(), self._batch.at_limit()
+        rows = np.flatnonzero(stopped | at_limit)
+        for sequence, has_stopped in zip(self._remove(rows), stopped[rows], strict=True):
+            completion = sequence.completion("stop" if has_stopped else "length")
+            self.completions[sequence.index] = completion
+            if self.on_finished is not None:
+                self.on_finished(sequence.index, completion)
+
+    def _remove(self, rows: np.ndarray) -> list[Sequence]:
+        if not len(rows):
+            return []
+        sequences, moves = self._batch.remove(rows)
+        self.cache.remove(rows, moves)
+        self._left(rows, moves)
+        return sequences
+
+    def _left(self, rows: np.ndarray, moves: Moves) -> None:
+        """Follow the removal of `rows` from the batch; `moves` are those of rows that take their places."""
+
+
+@dataclass(eq=False)
+class RowCall(GenerateCall):
+    """Decodes on the CPU, where the cache has rows; also in exact mode."""
+
+    cache: RowCache
+    _rows_changed: bool = field(default=False, init=False)  # since they were sorted
+
+    def _add(self, sequence: Sequence) -> int:
+        self._rows_changed = True
+        return super()._add(sequence)
+
+    def _left(self, rows: np.ndarray, moves: Moves) -> None:
+        self._rows_changed = True
+
     def _sort(self) -> None:
         """Sort the rows by length, if `DecodeAttention` would pad them much otherwise."""
-        if not self._rows_changed or self.decoder.tp.exact or not isinstance(self.cache, RowCache):
+        if not self._rows_changed or self.decoder.tp.exact:
             return
         self._rows_changed = False
         lengths = self._batch.cached[self._batch.rows]
@@ -248,6 +274,8 @@ class GenerateCall:
             self.cache.reorder(order)
 
     def _decode(self) -> None:
+        self._preempt()
+        self._sort()
         batch = self._batch
         rows = np.arange(batch.num_rows)
         self.cache.pool.grow(rows, batch.cached[rows] + 1)
@@ -268,66 +296,7 @@ class GenerateCall:
         else:
             token_ids, log_probs = sample_sharded(logits, uniform, vocab_size, self.sampling, tp)
         batch.append(token_ids.cpu().numpy(), log_probs.cpu().numpy(), _experts(chosen))
-
-    def _decode_paged(self, paged: PagedDecode) -> None:
-        """Launch a step, and only then read the tokens of the step before: the device does not wait for the host.
-
-        A sequence that has stopped draws one more token, which is dropped. One that reaches its limit does not, because
-        its last step is read at once.
-        """
-        batch, pool = self._batch, self.cache.pool
-        if pool.missing(batch.rows, self._next_lengths()).sum() > pool.num_free:
-            self._read()  # what stopped frees its blocks, and a preempted sequence continues from its last token
-            self._preempt()
-        if not batch.num_rows:
-            return
-        self._grow(np.arange(batch.num_rows), self._next_lengths())
-        launched = paged.launch(batch.num_rows, self.sampling)
-        earlier, self._in_flight = self._in_flight, launched
-        if earlier is not None:
-            self._append(earlier)
-        if batch.at_limit(num_ahead=1).any():
-            self._read()
-
-    def _next_lengths(self) -> np.ndarray:
-        """Return the cached tokens of each row after the next step, int64 (rows,)."""
-        return self._batch.cached[self._batch.rows] + (1 if self._in_flight is None else 2)
-
-    def _read(self) -> None:
-        """Wait for the tokens of the step in flight, if there is one."""
-        if self._in_flight is not None:
-            step, self._in_flight = self._in_flight, None
-            self._append(step)
-
-    def _append(self, step: StepInFlight) -> None:
-        """Append the tokens of `step` to its rows, and finish sequences."""
-        if not self._batch.num_rows:
-            return
-        drawn = step.wait()
-        check_finite(bool(np.isfinite(drawn.log_probs).all()))
-        self._batch.append(*drawn)
         self._finish()
-
-    def _finish(self) -> None:
-        stopped, at_limit = self._batch.stopped(), self._batch.at_limit()
-        rows = np.flatnonzero(stopped | at_limit)
-        for sequence, has_stopped in zip(self._remove(rows), stopped[rows], strict=True):
-            completion = sequence.completion("stop" if has_stopped else "length")
-            self.completions[sequence.index] = completion
-            if self.on_finished is not None:
-                self.on_finished(sequence.index, completion)
-
-    def _remove(self, rows: np.ndarray) -> list[Sequence]:
-        if not len(rows):
-            return []
-        sequences, moves = self._batch.remove(rows)
-        self.cache.remove(rows, moves)
-        self._rows_changed = True
-        if self._in_flight is not None:
-            self._in_flight.leave(moves, self._batch.num_rows)
-        if self.paged is not None:
-            self.paged.state.leave(rows, moves)
-        return sequences
 
 
 def _experts(chosen: list[torch.Tensor] | None) -> np.ndarray:

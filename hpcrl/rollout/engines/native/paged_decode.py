@@ -6,6 +6,7 @@ The running sequences are on the device, where a decode step updates them itself
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,11 @@ from torch import Tensor
 from hpcrl.kernels.philox import uniforms
 from hpcrl.rollout.engines.native.attention import PagedAttention
 from hpcrl.rollout.engines.native.decoder import Decoder
+from hpcrl.rollout.engines.native.generate_call import GenerateCall
 from hpcrl.rollout.engines.native.kv_cache import KVCache, Moves
-from hpcrl.rollout.engines.native.scheduler import RunningBatch
+from hpcrl.rollout.engines.native.scheduler import RunningBatch, Sequence
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.rollout.sampling import draw_sharded
+from hpcrl.rollout.sampling import check_finite, draw_sharded
 
 
 class SlotColumns(NamedTuple):
@@ -268,3 +270,72 @@ class PagedDecode:
         updated = torch.stack([token_ids, of_row.cached + 1])
         state.columns[: len(updated)].index_copy_(1, slots.masked_fill(is_extra, state.capacity).long(), updated)
         return torch.cat([token_ids[None], log_probs[None].view(torch.int32), *(ids.T.int() for ids in chosen or ())])
+
+
+@dataclass(eq=False)
+class PagedCall(GenerateCall):
+    """Decodes on a device, where the cache has blocks."""
+
+    cache: KVCache
+    paged: PagedDecode = field(kw_only=True)
+    # The step whose tokens have not been read. It has all rows of the batch: it is read before rows join.
+    _in_flight: StepInFlight | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.paged.state.clear(self.trainer_step)
+
+    def _add(self, sequence: Sequence) -> int:
+        row = super()._add(sequence)
+        self.paged.state.join(self._batch, row)
+        return row
+
+    def _grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Assign blocks to `rows` as `BlockPool.grow` does, on the device too."""
+        pool = self.cache.pool
+        blocks = pool.grow(rows, num_tokens)
+        self.paged.state.grow(pool.row_of[blocks], pool.order_of[blocks], blocks)
+
+    def _left(self, rows: np.ndarray, moves: Moves) -> None:
+        if self._in_flight is not None:
+            self._in_flight.leave(moves, self._batch.num_rows)
+        self.paged.state.leave(rows, moves)
+
+    def _decode(self) -> None:
+        """Launch a step, and only then read the tokens of the step before: the device does not wait for the host.
+
+        A sequence that has stopped draws one more token, which is dropped. One that reaches its limit does not, because
+        its last step is read at once.
+        """
+        batch, pool = self._batch, self.cache.pool
+        if pool.missing(batch.rows, self._next_lengths()).sum() > pool.num_free:
+            self._read()  # what stopped frees its blocks, and a preempted sequence continues from its last token
+            self._preempt()
+        if not batch.num_rows:
+            return
+        self._grow(np.arange(batch.num_rows), self._next_lengths())
+        launched = self.paged.launch(batch.num_rows, self.sampling)
+        earlier, self._in_flight = self._in_flight, launched
+        if earlier is not None:
+            self._append(earlier)
+        if batch.at_limit(num_ahead=1).any():
+            self._read()
+
+    def _next_lengths(self) -> np.ndarray:
+        """Return the cached tokens of each row after the next step, int64 (rows,)."""
+        return self._batch.cached[self._batch.rows] + (1 if self._in_flight is None else 2)
+
+    def _read(self) -> None:
+        """Wait for the tokens of the step in flight, if there is one."""
+        if self._in_flight is not None:
+            step, self._in_flight = self._in_flight, None
+            self._append(step)
+
+    def _append(self, step: StepInFlight) -> None:
+        """Append the tokens of `step` to its rows, and finish sequences."""
+        if not self._batch.num_rows:
+            return
+        drawn = step.wait()
+        check_finite(bool(np.isfinite(drawn.log_probs).all()))
+        self._batch.append(*drawn)
+        self._finish()
