@@ -106,6 +106,6 @@ def test_owners_have_nearly_equal_work() -> None:
     updates = MatrixUpdates(chosen, SHAPE, groups, places(SHAPE, layout, 0, False), {}, is_expert=False)
     work = dict.fromkeys(RANKS, 0.0)
     for matrix in updates._plan:
-        work[matrix.owner] += updates._cost(matrix.name, matrix.global_shape)
-    largest = max(updates._cost(matrix.name, matrix.global_shape) for matrix in updates._plan)
+        work[matrix.owner] += updates._cost(matrix.parts[0][0])
+    largest = max(updates._cost(matrix.parts[0][0]) for matrix in updates._plan)
     assert max(work.values()) <= sum(work.values()) / 8 + largest

@@ -58,7 +58,7 @@ def test_the_installed_torch_takes_what_it_is_given() -> None:
     query, key = (
         torch.empty(9, heads, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (4, 2)
     )
-    found = library(query, key, key, torch.empty(3, dtype=torch.int32, device="meta"), 6, 0.3)
+    found = library(query, key, key, torch.empty(3, dtype=torch.int32, device="meta"), 6, 0.3, None)
     assert found.shape == query.shape
     grads = torch.autograd.grad(found.sum(), (query, key))
     assert [grad.shape for grad in grads] == [query.shape, key.shape]
@@ -76,7 +76,10 @@ def test_training_with_a_library_is_training_without(monkeypatch: pytest.MonkeyP
         output = PackedAttention(softmax_scale=0.3)(*tensors, None, packed_seq_params=packed)
         return output, *torch.autograd.grad((output * weight).sum(), tensors)
 
-    def library(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
+    def library(
+        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
+    ) -> Tensor:
+        assert window is None
         assert bounds.dtype == torch.int32
         assert longest == 9
         return exact(q, k, v, bounds.diff().numpy(), scale or 1.0).float()
@@ -119,5 +122,5 @@ def test_flash_attention_3_comes_first_on_hopper(monkeypatch: pytest.MonkeyPatch
         library = kernel._library.__wrapped__()
         assert (library is not None and "of_flash_attention" in library.__qualname__) == is_first
         if is_first:
-            found = library(query, key, value, sequences.bounds, sequences.longest, 0.3)
+            found = library(query, key, value, sequences.bounds, sequences.longest, 0.3, None)
             assert torch.equal(found, exact(query, key, value, LENGTHS, 0.3))

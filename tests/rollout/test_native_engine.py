@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -94,7 +96,7 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_log_probs_are_those_of_a_forward_pass_without_cache(tied: bool, temperature: float) -> None:
-    shape = ModelShape(**{**SHAPE.__dict__, "tie_word_embeddings": tied})
+    shape = replace(SHAPE, tie_word_embeddings=tied)
     engine = make_engine(shape, max_num_seqs=3)
     requests = make_requests(4, samples=2, longest=LONGEST)
     completions = engine.generate(requests, SamplingParams(8, temperature=temperature, top_k=10), seed=0, step=1)
