@@ -120,20 +120,24 @@ def slow(*case: object) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+def exhaustive(*case: object) -> Any:
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
 # Seconds of the winner that a best-first search with an optimality bound found over all partitions of the roles.
 RECORDED = [
     ("grpo_8b", "dgx_h100", 2, None, "sync", 58.3872),
     slow("grpo_8b", "dgx_h100", 8, "600,0.5", "sync", 11.5454),
     slow("grpo_8b", "b200_ib", 64, None, "sync", 2.8270),
-    slow("grpo_8b", "h100_slingshot", 64, None, "sync", 6.5335),
-    slow("grpo_8b", "dgx_h100", 4, "600,0.5", "bounded_staleness", 19.7157),
-    slow("ppo_70b", "dgx_h100", 8, "1500,0.6", "sync", 86.3083),
-    slow("ppo_70b", "dgx_h100", 16, "1500,0.6", "sync", 62.0232),
-    slow("ppo_70b", "dgx_h100", 64, "1500,0.6", "sync", 43.7746),
-    slow("ppo_70b", "dgx_h100", 16, "1500,0.6", "one_step_off", 44.2452),
-    slow("ppo_70b", "dgx_h100", 16, "1500,0.6", "bounded_staleness", 29.3837),
-    slow("ppo_70b", "mi300x", 8, None, "sync", 133.1813),
-    slow("ppo_70b", "dgx_a100", 32, None, "sync", 121.2219),
+    exhaustive("grpo_8b", "h100_slingshot", 64, None, "sync", 6.5335),
+    exhaustive("grpo_8b", "dgx_h100", 4, "600,0.5", "bounded_staleness", 19.7157),
+    exhaustive("ppo_70b", "dgx_h100", 8, "1500,0.6", "sync", 86.3083),
+    exhaustive("ppo_70b", "dgx_h100", 16, "1500,0.6", "sync", 62.0232),
+    exhaustive("ppo_70b", "dgx_h100", 64, "1500,0.6", "sync", 43.7746),
+    exhaustive("ppo_70b", "dgx_h100", 16, "1500,0.6", "one_step_off", 44.2452),
+    exhaustive("ppo_70b", "dgx_h100", 16, "1500,0.6", "bounded_staleness", 29.3837),
+    exhaustive("ppo_70b", "mi300x", 8, None, "sync", 133.1813),
+    exhaustive("ppo_70b", "dgx_a100", 32, None, "sync", 121.2219),
 ]
 
 
