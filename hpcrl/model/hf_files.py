@@ -240,7 +240,7 @@ def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
             projection, factor = shard.name.split(".")[-2:]
             peft_name = _peft_name(shape, of_matrix[projection], factor)
             found.append(shard._replace(local_name=peft_name, tp_replicated=True))
-        elif len(shard.global_shape) == 2:
+        elif shard.projections and len(shard.global_shape) == 2:
             of_matrix = dict(zip((it.name for it in shard.projections), hf_names_of(shape, shard.name), strict=False))
     return found
 
