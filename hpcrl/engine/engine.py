@@ -112,6 +112,7 @@ class TrainEngine:
             lora=lora,
             fp32_gradients=sums_weight_gradients(gradient_accumulation_fusion, optim, dtype),
         )
+        self._local = local_shards(shape, groups, head, lora)
         self.config = self.chunks[0].config
         self.config.timers = MegatronRanges()
         self.models: list[torch.nn.Module] = [*self.chunks]  # called by the schedule
@@ -129,8 +130,7 @@ class TrainEngine:
                 replicated = DataParallelChunks(self.chunks, self.config, groups, overlap, sharded=sharded)
                 tower_lr = shape.vision.lr if shape.vision is not None and shape.vision.train != "none" else None
                 parameters = named_parameters(self.chunks)
-                local = local_shards(shape, groups, head, lora)
-                shards: dict[Tensor, Shard] = {parameters[it.chunk, it.local_name]: it for it in local}
+                shards: dict[Tensor, Shard] = {parameters[it.chunk, it.local_name]: it for it in self._local}
                 self.optimizer = build_optimizer(
                     replicated.models, optim, groups, dtype, shape, shards, tower_lr=tower_lr
                 )
@@ -272,15 +272,15 @@ class TrainEngine:
 
         Read and write offloaded parameters inside `offload.on_device("parameters")`.
         """
-        parameters, local = named_parameters(self.chunks), local_shards(self.shape, self.groups, self.head, self.lora)
-        return {shard.name: parameters[shard.chunk, shard.local_name].data for shard in local}
+        parameters = named_parameters(self.chunks)
+        return {shard.name: parameters[shard.chunk, shard.local_name].data for shard in self._local}
 
     def merged_shards(self) -> Mapping[str, Tensor]:
         """As `named_shards`, of the equivalent model with merged adapters."""
         weights = self.named_shards()
         if self.lora is None:
             return weights
-        return MergedWeights(weights, local_shards(self.shape, self.groups, self.head), self.lora)
+        return MergedWeights(weights, self._local, self.lora)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

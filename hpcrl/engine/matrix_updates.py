@@ -226,18 +226,16 @@ class MatrixUpdates:
 
     @cached_property
     def _to_owners(self) -> list[Move]:
-        rank, found = self._groups.rank, []
-        for matrix in self._plan:
-            for each in (each for _, ranges in matrix.sent for each in ranges):
-                if rank in (each.rank, matrix.owner):
-                    found.append(Move((matrix.name, each.rank), each.rank, matrix.owner, each.size))
-        return found
+        return list(self._moves(returned=False))
 
     @cached_property
     def _from_owners(self) -> list[Move]:
-        rank, found = self._groups.rank, []
+        return list(self._moves(returned=True))
+
+    def _moves(self, *, returned: bool) -> Iterator[Move]:
+        """Yield this rank's ranges that go to the owners of their matrices, or those that are returned."""
         for matrix in self._plan:
-            for each in (each for _, ranges in matrix.parts for each in ranges):
-                if rank in (each.rank, matrix.owner):
-                    found.append(Move((matrix.name, each.rank), matrix.owner, each.rank, each.size))
-        return found
+            for each in (each for _, ranges in (matrix.parts if returned else matrix.sent) for each in ranges):
+                ends = (matrix.owner, each.rank) if returned else (each.rank, matrix.owner)
+                if self._groups.rank in ends:
+                    yield Move((matrix.name, each.rank), *ends, each.size)

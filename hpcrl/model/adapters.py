@@ -108,7 +108,7 @@ class LowRankUpdate:
 
 def add_adapters(model: PackedGPT, shards: Iterable[Shard], lora: Lora) -> None:
     """Freeze the model and add adapters to the linear layers of its decoder; their values are not initialised. shards:
-    of the model, without adapters."""
+    of the model; those of adapters have no projections."""
     model.requires_grad_(False)
     for shard in shards:
         if not shard.projections or len(shard.global_shape) != 2:

@@ -82,7 +82,8 @@ def build_model(
     with platform.meta_bridge() if device.type == "meta" else platform.cpu_bridge():
         with device:
             chunks = [
-                _chunk(shape, groups, config, number, head, exact, uses_te, lora) for number in range(groups.layout.vpp)
+                _chunk(shape, groups, config, number, head, exact, uses_te, local, lora)
+                for number in range(groups.layout.vpp)
             ]
         _mark_parameters(chunks, local)
         if device.type != "meta":
@@ -101,6 +102,7 @@ def _chunk(
     head: Head,
     exact: bool,
     uses_te: bool,
+    local: list[Shard],
     lora: Lora | None,
 ) -> PackedGPT:
     layout, pp_rank = groups.layout, groups.coord.pp
@@ -144,8 +146,7 @@ def _chunk(
     if exact:
         use_exact_linear(model)
     if lora is not None:
-        of_chunk = [shard for shard in params.shards(shape, layout, groups.rank) if shard.chunk == number]
-        add_adapters(model, of_chunk, lora)
+        add_adapters(model, (shard for shard in local if shard.chunk == number), lora)
     return model
 
 

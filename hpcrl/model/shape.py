@@ -118,8 +118,7 @@ class ModelShape:
         if not mixtures:
             return None
         (mixture,) = mixtures
-        assert isinstance(mixture, MixtureOfExperts)
-        return RoutedExperts(numbers, mixture.num_experts, mixture.topk)
+        return RoutedExperts(numbers, mixture.count_of_experts, mixture.choices)
 
     @cached_property
     def kinds(self) -> tuple[Block, ...]:
@@ -179,10 +178,6 @@ class ModelShape:
     def rope_dim(self) -> int:
         """Width of the rotated part of queries and keys, the last part."""
         return self.mla.qk_rope_head_dim if self.mla else self.head_dim
-
-    @property
-    def v_head_dim(self) -> int:
-        return self.mla.v_head_dim if self.mla else self.head_dim
 
     @property
     def softmax_scale(self) -> float:

@@ -87,7 +87,8 @@ def contents(path: Path) -> list[ast.stmt]:
 
 
 def is_bound(parts: list[str], body: list[ast.stmt]) -> bool:
-    """Whether the statements bind the first part, and a class of that name the rest. With bases it may have any."""
+    """Whether the statements bind the first part, and the class that it names has the rest. A class with bases may have
+    any attribute."""
     first, *rest = parts
     for node in body:
         if isinstance(node, ast.ClassDef) and node.name == first:

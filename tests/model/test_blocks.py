@@ -12,19 +12,10 @@ from hpcrl.engine.refit.pieces import check_tensorrt_llm
 from hpcrl.model.blocks.micro_batch import seen_pairs
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.operations import forward_flops
-from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
+from tests.rollout.small_model import SHAPE
 
 PACKAGE = Path(__file__).parents[2] / "hpcrl"
-SHAPE = ModelShape(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    head_dim=8,
-    vocab_size=50,
-)
 FLAGS = (
     *("mla", "qkv_bias", "qk_norm", "num_experts", r"moe_\w+", "dense_layers", "windows", "norms", "blocks"),
     *("head_dim", "v_head_dim", "num_query_groups", "num_attention_heads", "ffn_hidden_size", "softmax_scale"),

@@ -67,8 +67,8 @@ class Pass:
         shape = self.model.shape
         own = {name: nbytes for block in shape.kinds for name, nbytes in block.inputs().items()}
         each = 4 * INT64 + sum(own.values())
-        if self.replays_routing:
-            each += INT16 * sum(block.choices for layer in shape.layers for block in layer.blocks)
+        if self.replays_routing and shape.routed is not None:
+            each += INT16 * shape.routed.width
         return self.count * (self.tokens * each + self.rows * 2 * INT64)
 
     def pictures_of(self, stage: int) -> PicturePass | None:

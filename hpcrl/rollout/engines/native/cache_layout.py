@@ -19,13 +19,13 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a rank caches of each layer. max_model_len: tokens of the longest sequence; a window that is as long is
-    none."""
+    """What a rank caches of each layer."""
 
     layers: tuple[CachedHeads | CachedState | None, ...]
 
     @classmethod
     def of(cls, shape: ModelShape, tp_size: int, max_model_len: int) -> CacheLayout:
+        """max_model_len: tokens of the longest sequence. A window that is as long is none."""
         cached = [layer.attention.cached(tp_size) for layer in shape.layers]
         return cls(
             tuple(
@@ -45,11 +45,11 @@ class CacheLayout:
                 found.setdefault(cached, []).append(number)
         return {cached: tuple(numbers) for cached, numbers in found.items()}
 
-    @property
+    @cached_property
     def states(self) -> dict[int, CachedState]:
         return {number: it for number, it in enumerate(self.layers) if isinstance(it, CachedState)}
 
-    @property
+    @cached_property
     def has_fixed(self) -> bool:
         """Whether some layer does not keep all tokens."""
         return bool(self.states) or any(heads.window is not None for heads in self.heads)

@@ -134,11 +134,6 @@ class RowStates:
         for tensor in self.tensors():
             tensor[: len(order)] = tensor[torch.from_numpy(order).to(tensor.device)]
 
-    def move(self, moves: Moves) -> None:
-        for tensor in self.tensors():
-            sources, targets = (torch.from_numpy(rows).to(tensor.device) for rows in moves)
-            tensor[targets] = tensor[sources]
-
 
 class Plane(NamedTuple):
     """Keys and values of the layers that cache the same; `values` may be a view of `keys`."""
@@ -162,19 +157,75 @@ class LayerCache(NamedTuple):
     values: Tensor
 
 
-def by_layer(planes: Iterable[Plane]) -> dict[int, LayerCache]:
-    return {
-        layer: LayerCache(plane.heads, plane.keys[place], plane.values[place])
-        for plane in planes
-        for place, layer in enumerate(plane.layers)
-    }
+class LayeredCache:
+    """What the layers have cached of the running batch: planes of keys and values, and states. The fields are those of
+    the two kinds of cache."""
+
+    layout: CacheLayout
+    num_rows: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.allocate()
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._is_allocated
+
+    def allocate(self) -> None:
+        self.planes = [self._plane(*kind) for kind in self.layout.heads.items()]
+        self._of_layer = {
+            layer: LayerCache(plane.heads, plane.keys[place], plane.values[place])
+            for plane in self.planes
+            for place, layer in enumerate(plane.layers)
+        }
+        self.states = RowStates(self.layout, self.num_rows, self.device)
+        self._is_allocated = True
+        self.clear()
+
+    def release(self) -> None:
+        self.planes, self._of_layer, self._is_allocated = list[Plane](), {}, False
+        self.states = RowStates(CacheLayout(()), 0, self.device)
+
+    def __getitem__(self, layer: int) -> LayerCache:
+        return self._of_layer[layer]
+
+    def snapshot(self, row: int) -> list[Tensor]:
+        """Return copies of what a row has in layers that do not keep all tokens."""
+        return [part.clone() for part in self._fixed(row)]
+
+    def restore(self, row: int, snapshot: Iterable[Tensor]) -> None:
+        for part, saved in zip(self._fixed(row), snapshot, strict=True):
+            part.copy_(saved)
+
+    def move_fixed(self, moves: Moves) -> None:
+        """Copy what rows have in layers that do not keep all tokens to the rows whose places they take."""
+        for source, target in zip(*moves, strict=True) if self.layout.has_fixed else ():
+            self.restore(target, self._fixed(source))
+
+    def _fixed(self, row: int) -> Iterator[Tensor]:
+        for plane in self.planes:
+            if plane.heads.window is not None:
+                yield from (tensor[:, self._ring(plane.heads, row)] for tensor in plane.owned)
+        yield from (tensor[row] for tensor in self.states.tensors())
+
+    def clear(self) -> None:
+        """Free all rows."""
+        raise NotImplementedError
+
+    def _plane(self, heads: CachedHeads, layers: tuple[int, ...]) -> Plane:
+        raise NotImplementedError
+
+    def _ring(self, heads: CachedHeads, row: int) -> int | slice:
+        """Return the place of a row in a plane with a window, after its layer."""
+        raise NotImplementedError
 
 
 MOVED_AT_ONCE = 8
 
 
 @dataclass(eq=False)
-class KVCache:
+class KVCache(LayeredCache):
     """Keys of a layer are (blocks, KV heads of this rank, key_dim, block size), the order that products with queries
     need; values (blocks, KV heads, block size, value_dim).
 
@@ -188,20 +239,6 @@ class KVCache:
     num_rows: int
     dtype: torch.dtype
     device: torch.device
-
-    def __post_init__(self) -> None:
-        self.allocate()
-
-    @property
-    def is_allocated(self) -> bool:
-        return self._is_allocated
-
-    def allocate(self) -> None:
-        self.planes = [self._plane(*kind) for kind in self.layout.heads.items()]
-        self._of_layer = by_layer(self.planes)
-        self.states = RowStates(self.layout, self.num_rows, self.device)
-        self._is_allocated = True
-        self.clear()
 
     def _plane(self, heads: CachedHeads, layers: tuple[int, ...]) -> Plane:
         # Zeros, because a masked position still multiplies its value by 0, and memory as found may hold NaN.
@@ -218,15 +255,8 @@ class KVCache:
         assert heads.window is not None
         return -(-heads.window // self.block_size)
 
-    def release(self) -> None:
-        self.planes, self._of_layer, self._is_allocated = [], {}, False
-        self.states = RowStates(CacheLayout(()), 0, self.device)
-
     def clear(self) -> None:
         self.pool = BlockPool(self.num_blocks, self.block_size, self.num_rows)
-
-    def __getitem__(self, layer: int) -> LayerCache:
-        return self._of_layer[layer]
 
     def write(self, layer: int, places: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
         """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `places`."""
@@ -277,25 +307,12 @@ class KVCache:
                 for tensor in plane.owned if plane.heads.window is None else ():
                     tensor[:, targets] = tensor[:, sources]
 
-    def snapshot(self, row: int) -> list[Tensor]:
-        """Return copies of what a row has in layers that do not keep all tokens."""
-        return [part.clone() for part in self._fixed(row)]
-
-    def restore(self, row: int, snapshot: list[Tensor]) -> None:
-        for part, saved in zip(self._fixed(row), snapshot, strict=True):
-            part.copy_(saved)
-
-    def _fixed(self, row: int) -> Iterator[Tensor]:
-        for plane in self.planes:
-            if plane.heads.window is not None:
-                count = self.ring_blocks(plane.heads)
-                yield from (tensor[:, row * count : (row + 1) * count] for tensor in plane.owned)
-        yield from (tensor[row] for tensor in self.states.tensors())
+    def _ring(self, heads: CachedHeads, row: int) -> slice:
+        count = self.ring_blocks(heads)
+        return slice(row * count, (row + 1) * count)
 
     def remove(self, rows: np.ndarray, moves: Moves) -> None:
         """Free the blocks of `rows`; `moves` are those of rows that take their places."""
         self.pool.release(rows)
         self.pool.renumber(*moves)
-        if self.layout.has_fixed:
-            for source, target in zip(*moves, strict=True):
-                self.restore(target, list(self._fixed(source)))
+        self.move_fixed(moves)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,14 @@ from torch import Tensor
 
 from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.rollout.engines.native.cache_layout import CacheLayout
-from hpcrl.rollout.engines.native.kv_cache import BlockBudget, LayerCache, Moves, Plane, RowStates, by_layer
+from hpcrl.rollout.engines.native.kv_cache import BlockBudget, LayeredCache, Moves, Plane
 from hpcrl.runtime.exits import InputError
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE; the module has it from Python 3.13 on
 
 
 @dataclass(eq=False)
-class RowCache:
+class RowCache(LayeredCache):
     """Keys of a layer are (rows, KV heads, tokens, key_dim), and values (rows, KV heads, tokens, value_dim). Rows are
     those of the running batch.
 
@@ -41,19 +40,11 @@ class RowCache:
 
     def __post_init__(self) -> None:
         self._is_overcommitted = self.num_rows * self.row_tokens > self.num_blocks * self.block_size
-        self.allocate()
-
-    @property
-    def is_allocated(self) -> bool:
-        return self._is_allocated
+        super().__post_init__()
 
     def allocate(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}  # by the address of the tensor in it
-        self.planes = [self._plane(*kind) for kind in self.layout.heads.items()]
-        self._of_layer = by_layer(self.planes)
-        self.states = RowStates(self.layout, self.num_rows, self.device)
-        self._is_allocated = True
-        self.clear()
+        super().allocate()
 
     def _plane(self, heads: CachedHeads, layers: tuple[int, ...]) -> Plane:
         size = len(layers), self.num_rows, heads.groups, heads.window or self.row_tokens
@@ -80,8 +71,7 @@ class RowCache:
         return tensor
 
     def release(self) -> None:
-        self.planes, self._of_layer, self._is_allocated = [], {}, False
-        self.states = RowStates(CacheLayout(()), 0, self.device)
+        super().release()
         self._maps.clear()
 
     def clear(self) -> None:
@@ -89,9 +79,6 @@ class RowCache:
             for memory in self._maps.values():
                 memory.madvise(mmap.MADV_DONTNEED)
         self.pool = BlockBudget(self.num_blocks, self.block_size, self.num_rows)
-
-    def __getitem__(self, layer: int) -> LayerCache:
-        return self._of_layer[layer]
 
     def places(self, heads: CachedHeads, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray]:
         """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both: int64 (n x KV heads,), places
@@ -130,18 +117,8 @@ class RowCache:
             for tensor in plane.owned if plane.heads.window is None else ():
                 tensor[:, target, :, :num_tokens] = tensor[:, source, :, :num_tokens]
 
-    def snapshot(self, row: int) -> list[Tensor]:
-        """Return copies of what a row has in layers that do not keep all tokens."""
-        return [part.clone() for part in self._fixed(row)]
-
-    def restore(self, row: int, snapshot: list[Tensor]) -> None:
-        for part, saved in zip(self._fixed(row), snapshot, strict=True):
-            part.copy_(saved)
-
-    def _fixed(self, row: int) -> Iterator[Tensor]:
-        for plane in self.planes:
-            yield from (tensor[:, row] for tensor in (plane.owned if plane.heads.window is not None else ()))
-        yield from (tensor[row] for tensor in self.states.tensors())
+    def _ring(self, heads: CachedHeads, row: int) -> int:
+        return row
 
     def remove(self, rows: np.ndarray, moves: Moves) -> None:
         """Free `rows`; `moves` are those of rows that take their places."""
@@ -149,7 +126,7 @@ class RowCache:
         self._drop(rows)
         for source, target in zip(*moves, strict=True):
             self.copy_row(source, target, int(self.pool.count_of[source]) * self.block_size)
-            self.restore(target, list(self._fixed(source)))
+        self.move_fixed(moves)
         self._drop(moves.sources)
         self.pool.renumber(*moves)
 
