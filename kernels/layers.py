@@ -19,9 +19,9 @@ MAX_WIDTH = 8192  # a row, and sums over rows, are held in registers
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return weight * x / sqrt(mean(x^2) + eps) over the last dimension.
 
-    x: (..., width) fp32, bf16 or fp16; weight: (width,). Computed in fp32, returned in the dtype of `x`. Moves x in,
-    the result out; backward x and the gradient in, a gradient out: about 4 operations a number. If rows of `x` do not
-    have one stride, they are copied first.
+    x: (..., width) fp32, bf16 or fp16; weight: (width,), as `x` or fp32. Computed in fp32, returned in the dtype of
+    `x`. Moves x in, the result out; backward x and the gradient in, a gradient out: about 4 operations a number. If
+    rows of `x` do not have one stride, they are copied first.
     """
     if use_triton("rms_norm", x, unless=_norm_reason(x)):
         from hpcrl.kernels.layers_triton import RMSNorm
@@ -48,6 +48,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32:
         return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _norm(x, weight, eps)[0]
+    if weight.dtype != x.dtype:
+        return functional.rms_norm(x.to(weight.dtype), (x.size(-1),), weight, eps).to(x.dtype)
     return functional.rms_norm(x, (x.size(-1),), weight, eps)
 
 

@@ -123,18 +123,7 @@ class TrainEngine:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
         else:
-            self.config.finalize_model_grads_func = sum_gradients
-            sharded = optim.chosen().is_sharded
-            overlap = Overlap.of(ddp, shape, groups, sharded=sharded, has_adapters=lora is not None)
-            with platform.cpu_bridge():
-                replicated = DataParallelChunks(self.chunks, self.config, groups, overlap, sharded=sharded)
-                tower_lr = shape.vision.lr if shape.vision is not None and shape.vision.train != "none" else None
-                parameters = named_parameters(self.chunks)
-                shards: dict[Tensor, Shard] = {parameters[it.chunk, it.local_name]: it for it in self._local}
-                self.optimizer = build_optimizer(
-                    replicated.models, optim, groups, dtype, shape, shards, tower_lr=tower_lr
-                )
-            self._replicated, self.models = replicated, [*replicated.models]
+            self._make_optimizer(optim, ddp)
         self._vocabulary = VocabularyOutputs(
             self.chunks[-1], groups.tp, shape.softmax_size, chunk_rows=head_chunk_tokens, exact=exact
         )
@@ -143,6 +132,20 @@ class TrainEngine:
         self._p2p = P2PCommunicator(groups.pp, self.config) if groups.layout.pp > 1 else None
         self.offload = offload_of(self.chunks, self.models, self.optimizer, offload)
         self.offload.unload()
+
+    def _make_optimizer(self, optim: OptimConfig, ddp: DdpConfig | None) -> None:
+        shape, groups, sharded = self.shape, self.groups, optim.chosen().is_sharded
+        self.config.finalize_model_grads_func = sum_gradients
+        overlap = Overlap.of(ddp, shape, groups, sharded=sharded, has_adapters=self.lora is not None)
+        with platform.cpu_bridge():
+            self._replicated = DataParallelChunks(self.chunks, self.config, groups, overlap, sharded=sharded)
+            self.models = [*self._replicated.models]
+            tower_lr = shape.vision.lr if shape.vision is not None and shape.vision.train != "none" else None
+            parameters = named_parameters(self.chunks)
+            shards: dict[Tensor, Shard] = {parameters[it.chunk, it.local_name]: it for it in self._local}
+            self.optimizer = build_optimizer(
+                self._replicated.models, optim, groups, self.dtype, shape, shards, tower_lr=tower_lr
+            )
 
     def log_probs(
         self,
@@ -223,17 +226,6 @@ class TrainEngine:
             ids = None if topk_ids is None else batch.fetch(topk_ids)
             compute = partial(self._vocabulary.log_probs, temperature=temperature, entropy=entropy, topk_ids=ids)
 
-        def consume(micro: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-            if micro.num_outputs == 0:
-                value = torch.stack([output.sum() for output in outputs.values() if output.requires_grad]).sum() * 0.0
-                metrics: dict[str, Metric] = {}
-            else:
-                padded = {name: micro.padded(output) for name, output in outputs.items()}
-                value, metrics = loss(padded, TensorBatch(batch[micro.rows], platform.device()))
-                value = value + 0.0  # the schedule frees the loss's memory, which a view would share
-            kept = {name: outputs[name].detach() for name in ("log_probs", "entropy") if name in outputs}
-            return value, torch.tensor(0, dtype=torch.int), (metrics, micro, kept)
-
         micros = self._micro_batches(batch, max_tokens, unit)
         losses = self._router_losses(batch, self.shape.routed) if self.shape.routed is not None else None
         for micro in micros:
@@ -243,7 +235,7 @@ class TrainEngine:
             self._replicated.zero_gradients()
             # Else the gradients of FP32Optimizer's last step, aliases of the buffer, would be counted twice.
             self.optimizer.zero_grad()
-            results = self._run(micros, compute, consume, forward_only=False)
+            results = self._run(micros, compute, _with_loss(loss, batch), forward_only=False)
             found = self._step()
             if not self._in_update:
                 self._replicated.gather_weights()
@@ -447,6 +439,24 @@ class TrainEngine:
         tensor = torch.tensor([count], device=platform.device())
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.dp)
         return int(tensor)
+
+
+def _with_loss(loss: Loss, batch: DataProto) -> Consume:
+    """Return what maps the outputs of a micro-batch to its loss, a count that megatron ignores, and (metrics,
+    micro-batch, detached outputs)."""
+
+    def consume(micro: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+        if micro.num_outputs == 0:
+            value = torch.stack([output.sum() for output in outputs.values() if output.requires_grad]).sum() * 0.0
+            metrics: dict[str, Metric] = {}
+        else:
+            padded = {name: micro.padded(output) for name, output in outputs.items()}
+            value, metrics = loss(padded, TensorBatch(batch[micro.rows], platform.device()))
+            value = value + 0.0  # the schedule frees the loss's memory, which a view would share
+        kept = {name: outputs[name].detach() for name in ("log_probs", "entropy") if name in outputs}
+        return value, torch.tensor(0, dtype=torch.int), (metrics, micro, kept)
+
+    return consume
 
 
 def _columns(results: list[tuple[MicroBatch, Outputs]]) -> dict[str, Ragged]:

@@ -26,7 +26,8 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from hpcrl.model.adapters import add_adapters
-    from hpcrl.model.blocks.layers import RMSNorm, ScalarHead, use_exact_linear
+    from hpcrl.model.blocks.layers import ScalarHead, use_exact_linear
+    from hpcrl.model.blocks.norms import norm_module
     from hpcrl.model.exact import check_exact
     from hpcrl.model.gpt import PackedGPT
     from hpcrl.model.tower import build_tower
@@ -89,7 +90,7 @@ def build_model(
         if device.type != "meta":
             parameters = named_parameters(chunks)
             for shard in local:
-                whole = initial_weight(shape, shard.name, shard.global_shape, seed)
+                whole = initial_weight(shape, shard.name, shard.global_shape, seed, shard.initial)
                 copy_boxes(whole, parameters[shard.chunk, shard.local_name].data, shard)
     return chunks
 
@@ -117,7 +118,7 @@ def _chunk(
         config,
         TransformerBlockSubmodules(
             layer_specs=[_layer_spec(shape.layers[layer], groups, exact, uses_te) for layer in layers],
-            layer_norm=RMSNorm,
+            layer_norm=norm_module(shape.layers[-1].norms.zero_centered),
         ),
         vocab_size=shape.padded_vocab_size,
         max_sequence_length=shape.max_position_embeddings,
@@ -312,14 +313,20 @@ def paste_boxes(local: Tensor, whole: Tensor, shard: Shard) -> None:
         target.copy_(local[box.local_row : box.local_row + rows, box.local_col : box.local_col + cols])
 
 
-def initial_weight(shape: ModelShape, name: str, global_shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return the initial tensor of a global parameter, fp32 on the CPU, a function of (seed, name) only.
+def initial_weight(
+    shape: ModelShape, name: str, global_shape: tuple[int, ...], seed: int, initial: float | None = None
+) -> Tensor:
+    """Return the initial tensor of a global parameter, fp32 on the CPU, a function of (seed, name) only; filled with
+    `initial` if it is given.
 
     Normal with deviation `init_std`; the projections back into the residual stream are scaled by 1 / sqrt(2 layers) as
-    in GPT-2 (Radford et al. 2019, section 2.3). Norms are 1; biases and the heads of critic and reward model are 0.
+    in GPT-2 (Radford et al. 2019, section 2.3). Other vectors than biases are 1; biases and the heads of critic and
+    reward model are 0.
     """
     if len(global_shape) == 1:
-        return torch.zeros(global_shape) if name.endswith("bias") else torch.ones(global_shape)
+        initial = initial if initial is not None else float(not name.endswith("bias"))
+    if initial is not None:
+        return torch.full(global_shape, initial)
     if name in params.SCALAR_HEADS.values() or name.endswith("lora_B"):
         return torch.zeros(global_shape)
     std = shape.init_std

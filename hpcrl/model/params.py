@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from hpcrl.model.blocks.block import Layer, Projection, Size, Weight, unsupported
+from hpcrl.model.blocks.norms import norm_weight
 from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora, ModelShape, is_adapter
 from hpcrl.model.vision import tower_tensors
 from hpcrl.runtime.exits import InputError
@@ -52,7 +53,8 @@ class Shard(NamedTuple):
     chunk: int = 0
     is_expert: bool = False
     is_frozen: bool = False  # has no gradient and no optimizer
-    projections: tuple[Projection, ...] = ()  # see `hpcrl.model.blocks.block.Weight`
+    projections: tuple[Projection, ...] = ()  # this and `initial`: see `hpcrl.model.blocks.block.Weight`
+    initial: float | None = None
 
     def projection_rows(self, rows: int) -> tuple[int, dict[str, int]]:
         """Return how `rows` rows of the tensor, a rank's or all, hold its projections: the number of periods, and the
@@ -309,7 +311,7 @@ class _Chunk:
     def _of_weight(self, split: _Split, weight: Weight, prefix: str, local: str) -> Iterator[Shard]:
         """Yield a weight, then A (r, in) and B (out, r) of the adapters of its projections, split as it is."""
         shard: Shard = getattr(split, weight.cut)(f"{prefix}{weight.name}", weight.size, f"{local}{weight.name}")
-        yield shard._replace(is_frozen=weight.is_frozen, projections=weight.projections)
+        yield shard._replace(is_frozen=weight.is_frozen, projections=weight.projections, initial=weight.initial)
         if self.lora is None or len(weight.size) != 2:
             return
         rank, by_columns = self.lora.rank, weight.cut == "cols"
@@ -325,7 +327,8 @@ class _Chunk:
 
     def _head(self) -> Iterator[Shard]:
         shape = self.shape
-        yield self.dense.whole("decoder.final_layernorm.weight", (shape.hidden_size,))
+        norm = norm_weight("final_layernorm", shape.hidden_size, shape.layers[-1].norms.zero_centered)
+        yield from self._of_weight(self.dense, norm, "decoder.", "decoder.")
         if self.head in SCALAR_HEADS:
             yield self.dense.whole(SCALAR_HEADS[self.head], (1, shape.hidden_size), OUTPUT_LAYER)
         elif not shape.tie_word_embeddings:

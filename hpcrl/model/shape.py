@@ -137,6 +137,7 @@ class ModelShape:
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             window=window,
+            zero_centered=self.norms.zero_centered,
         )
 
     def _mixture(self) -> MixtureOfExperts:

@@ -343,7 +343,8 @@ def draw_weights(weights: Mapping[str, Tensor], shape: ModelShape, own: Sequence
     """Fill an engine's buffers with random weights, equal in every layout."""
     with torch.no_grad():
         for shard in own:
-            copy_boxes(initial_weight(shape, shard.name, shard.global_shape, seed), weights[shard.name], shard)
+            whole = initial_weight(shape, shard.name, shard.global_shape, seed, shard.initial)
+            copy_boxes(whole, weights[shard.name], shard)
 
 
 def name_of(folder: Path) -> str:

@@ -12,12 +12,16 @@ EPS = 1e-5
 SHAPES = ((0, 8), (1, 3), (5, 7), (130, 32), (3, 2, 300), (2, 4097))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"), [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, torch.float32)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_forward_and_backward(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_forward_and_backward(
+    device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype | None, shape: tuple[int, ...]
+) -> None:
     scales = torch.tensor([1e-3, 1.0, 1e3], dtype=torch.float64, device=device)[torch.randint(3, (*shape[:-1], 1))]
     x = (torch.randn(shape, dtype=torch.float64, device=device) * scales).to(dtype).requires_grad_()
-    weight = torch.randn(shape[-1], device=device).to(dtype).requires_grad_()
+    weight = torch.randn(shape[-1], device=device).to(weight_dtype or dtype).requires_grad_()
     grad = torch.randn(shape, device=device).to(dtype)
     y = rms_norm(x, weight, EPS)
     assert y.dtype == dtype

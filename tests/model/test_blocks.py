@@ -34,6 +34,7 @@ def test_no_file_outside_the_model_reads_what_only_a_block_has() -> None:
     ("change", "what"),
     [
         ({"norms": Norms(before=True, after=True)}, r"norms \(layer 0\)"),
+        ({"norms": Norms(zero_centered=True)}, r"norms \(layer 0\)"),
         ({"windows": (None, 8)}, r"attention \(layer 1\)"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.optim import clip_gradients, gradient_norm, optimizer_parts
 from hpcrl.engine.outputs import vocab_parallel_log_probs
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
+from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime import platform
 from hpcrl.runtime.groups import RoleGroups
@@ -190,6 +192,20 @@ def test_bitwise_repeatable(groups, layout):
         return [*engine.named_shards().values(), *([torch.from_numpy(column.values)] if column else [])]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@pytest.mark.ci_world(2)
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
+def test_zero_centered_norms_are_trained_as_norms_with_the_weights_1_plus_w(groups, layout):
+    mine, weights = part_of(make_batch(), groups[layout]), []
+    for norms in (Norms(), Norms(zero_centered=True)):
+        engine = TrainEngine(replace(SHAPE, qk_norm=True, norms=norms), groups[layout], optim=SGD, seed=3)
+        for _ in range(2):
+            engine.train(mine, max_tokens=64, loss=policy_loss, entropy=True)
+        offset = float(norms.zero_centered)
+        weights.append({name: it + offset if "norm" in name else it for name, it in engine.named_shards().items()})
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=1e-6)
 
 
 @pytest.mark.ci_world(2)

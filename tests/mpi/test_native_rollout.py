@@ -77,6 +77,7 @@ SHAPES = {
     "deepseek": replace(DEEPSEEK, num_layers=3, vocab_size=SIZES["vocab_size"], init_std=0.2),
     "window": replace(make_shape(), windows=(6, None, 6)),
     "norms": replace(make_shape(), norms=Norms(before=True, after=True)),
+    "zero_centered": replace(make_shape(), qk_norm=True, norms=Norms(zero_centered=True)),
     "recurrent": import_file(RECURRENT).recurrent_shape(**SIZES),
 }
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from hpcrl.model.blocks.block import Block, CachedHeads, Feature, Projection, Weight
 from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, MicroBatch
+from hpcrl.model.blocks.norms import norm_module, norm_weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -138,6 +139,7 @@ class Attention(HeadsBlock):
     qkv_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
+    zero_centered: bool = False  # the norms of queries and keys, see `hpcrl.model.blocks.norms.Norms`
 
     title: ClassVar[str] = "attention"
 
@@ -173,7 +175,7 @@ class Attention(HeadsBlock):
             yield Weight(f"{qkv}.bias", (rows,), "rows", projections, self.num_groups)
         if self.qk_norm:
             for head in "qk":
-                yield Weight(f"self_attention.{head}_layernorm.weight", (width,))
+                yield norm_weight(f"self_attention.{head}_layernorm", width, self.zero_centered)
         yield output_projection(self.hidden_size, self.num_heads * width)
 
     def divided(self) -> dict[str, int]:
@@ -190,13 +192,12 @@ class Attention(HeadsBlock):
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
         from hpcrl.model.blocks.attention_modules import ExactPackedAttention, PackedAttention
-        from hpcrl.model.blocks.layers import RMSNorm
 
         attention = spec.submodules.self_attention.submodules
         core = ExactPackedAttention if exact else PackedAttention
         attention.core_attention = core if self.window is None else partial(core, window=self.window)
         if self.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+            attention.q_layernorm = attention.k_layernorm = norm_module(self.zero_centered)
 
     def cached(self, tp_size: int) -> CachedHeads:
         groups, width = self.num_groups // tp_size, self.head_dim

@@ -14,6 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.packed_attention import by_library, causal_attention, is_fused, window_mask
 from hpcrl.kernels.store_heads import HeadWeights
+from hpcrl.model.blocks.layers import norm_factor
 from hpcrl.model.exact import exact_attention
 from hpcrl.model.gpt import PackedTokens, Tail
 
@@ -167,8 +168,15 @@ class AttentionStep:
         self._qkv, self._proj = (weight(f"self_attention.linear_{name}.weight") for name in ("qkv", "proj"))
         bias = weight("self_attention.linear_qkv.bias") if block.qkv_bias else None
         query, key = (weight(f"self_attention.{head}_layernorm.weight") if block.qk_norm else None for head in "qk")
-        self._weights = HeadWeights(bias, query, key, eps)
+        self._stored = HeadWeights(bias, query, key, eps)
         self._num_groups = len(self._qkv) * block.num_groups // block.num_rows
+
+    @property
+    def _weights(self) -> HeadWeights:
+        query, key = self._stored.query_norm, self._stored.key_norm
+        if not self._block.zero_centered or query is None or key is None:
+            return self._stored
+        return self._stored._replace(query_norm=norm_factor(query, True), key_norm=norm_factor(key, True))
 
     def __call__(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rope) -> Tensor:
         """Map x (n, hidden) to this rank's part of the output (n, hidden)."""
@@ -186,8 +194,8 @@ class AttentionStep:
     def _heads(self, x: Tensor, rotate: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values."""
         mixed = self._linear(x, self._qkv)
-        if self._weights.bias is not None:
-            mixed = mixed + self._weights.bias
+        if self._stored.bias is not None:
+            mixed = mixed + self._stored.bias
         # (n, KV heads, queries of a head + key + value, head_dim)
         heads = mixed.view(len(mixed), self._num_groups, -1, self._block.head_dim)
         rotated = rotate(self._normed(heads[:, :, :-1]))

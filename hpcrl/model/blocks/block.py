@@ -82,6 +82,7 @@ class Weight:
     projections: tuple[Projection, ...] = ()
     periods: int = 1
     is_frozen: bool = False
+    initial: float | None = None  # of all elements; None: as `hpcrl.model.build.initial_weight` says
 
     def local_size(self, ranks: int) -> Size:
         """Return the size of a rank's part if so many ranks split the weight."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-from hpcrl.kernels.layers import rms_norm, swiglu
+from hpcrl.kernels.layers import add_rms_norm, rms_norm, swiglu
 from hpcrl.model.exact import exact_linear, exact_sum
 from hpcrl.runtime.megatron_versions import mlp_submodules
 
@@ -30,25 +31,52 @@ class RMSNorm(torch.nn.Module):
     The native rollout engine calls the same function, so that log-probs agree.
     """
 
+    zero_centered = False  # see `hpcrl.model.blocks.norms.Norms`
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self.weight, self.eps)
+        return rms_norm(hidden_states, norm_factor(self.weight, self.zero_centered), self.eps)
 
 
-def with_output_norms(layer_class: type[TransformerLayer]) -> type[TransformerLayer]:
+class ZeroCenteredRMSNorm(RMSNorm):
+    zero_centered = True
+
+
+def norm_factor(weight: Tensor, zero_centered: bool) -> Tensor:
+    """Return the factor of a normalised input: the weight w, or 1 + w in fp32."""
+    return weight.float() + 1.0 if zero_centered else weight
+
+
+@dataclass(frozen=True)
+class NormStep:
+    """RMSNorm in rollout. The weight may change between calls."""
+
+    weight: Tensor
+    eps: float
+    zero_centered: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, norm_factor(self.weight, self.zero_centered), self.eps)
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add `x` to `residual` in place, and return the norm of the sum."""
+        return add_rms_norm(x, residual, norm_factor(self.weight, self.zero_centered), self.eps)
+
+
+def with_output_norms(layer_class: type[TransformerLayer], norm_module: type[RMSNorm]) -> type[TransformerLayer]:
     """Return a class of layers with norms of the outputs of attention and MLP."""
 
     class Normed(layer_class):  # type: ignore[misc, valid-type]
         def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             for name, module in (("attention", self.self_attention), ("mlp", self.mlp)):
-                norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+                norm = norm_module(config, config.hidden_size, config.layernorm_epsilon)
                 self.add_module(f"post_{name}_layernorm", norm)
                 module.register_forward_hook(partial(_normed, norm))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcrl.model.blocks.block import Feature, Weight
 
@@ -12,31 +12,49 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from torch import Tensor
 
+    from hpcrl.model.blocks.layers import NormStep, RMSNorm
     from hpcrl.model.blocks.micro_batch import MicroBatch
+
+
+def norm_weight(name: str, width: int, zero_centered: bool) -> Weight:
+    """Return the weight of a norm of `width` numbers."""
+    return Weight(f"{name}.weight", (width,), initial=0.0 if zero_centered else 1.0)
+
+
+def norm_module(zero_centered: bool) -> type[RMSNorm]:
+    """Return the class of a norm's module."""
+    from hpcrl.model.blocks.layers import RMSNorm, ZeroCenteredRMSNorm
+
+    return ZeroCenteredRMSNorm if zero_centered else RMSNorm
 
 
 @dataclass(frozen=True)
 class Norms:
-    """RMSNorm of the inputs of attention and MLP, of their outputs before they are added to the residual, or both."""
+    """RMSNorm of the inputs of attention and MLP, of their outputs before they are added to the residual, or both.
+
+    zero_centered: the weights w are stored, of factors 1 + w, as Gemma and Qwen3-Next have them.
+    """
 
     before: bool = True
     after: bool = False
+    zero_centered: bool = False
 
     title = "norms"
 
     @property
     def supports(self) -> frozenset[Feature]:
         found: tuple[Feature, ...] = ("exact", "adapters", "fp8", "planned_cp")
-        return frozenset(found if self.after else (*found, "transformer_engine", "tensorrt_llm"))
+        is_plain = not (self.after or self.zero_centered)
+        return frozenset((*found, "transformer_engine", "tensorrt_llm") if is_plain else found)
 
     def around(self, hidden_size: int, block: str, weights: Iterator[Weight]) -> Iterator[Weight]:
         """Yield the weights of a block, "attention" or "mlp", between those of its norms."""
         if self.before:
             name = "input_layernorm" if block == "attention" else "pre_mlp_layernorm"
-            yield Weight(f"{name}.weight", (hidden_size,))
+            yield norm_weight(name, hidden_size, self.zero_centered)
         yield from weights
         if self.after:
-            yield Weight(f"post_{block}_layernorm.weight", (hidden_size,))
+            yield norm_weight(f"post_{block}_layernorm", hidden_size, self.zero_centered)
 
     def kept(self, batch: MicroBatch, hidden_size: int) -> int:
         """Return the bytes that autograd keeps."""
@@ -46,18 +64,25 @@ class Norms:
         """Set the norms in a layer of megatron's local spec, whose other modules are set."""
         from megatron.core.transformer.identity_op import IdentityOp
 
-        from hpcrl.model.blocks.layers import RMSNorm, with_output_norms
+        from hpcrl.model.blocks.layers import with_output_norms
 
+        norm = norm_module(self.zero_centered)
         if not uses_te:
-            norm = RMSNorm if self.before else IdentityOp
-            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm if self.before else IdentityOp
         if self.after:
-            spec.module = with_output_norms(spec.module)
+            spec.module = with_output_norms(spec.module, norm)
 
-    def step(self, weight: Callable[[str], Tensor]) -> dict[str, Any]:
-        """Return the weights of the norms in rollout, by place; those that the layer does not have are None."""
+    def step(self, weight: Callable[[str], Tensor], eps: float) -> dict[str, NormStep | None]:
+        """Return the norms in rollout, by place; those that the layer does not have are None."""
+        from hpcrl.model.blocks.layers import NormStep
+
+        places = {
+            "before_attention": ("input_layernorm", self.before),
+            "before_mlp": ("pre_mlp_layernorm", self.before),
+            "after_attention": ("post_attention_layernorm", self.after),
+            "after_mlp": ("post_mlp_layernorm", self.after),
+        }
         return {
-            "before_mlp": weight("pre_mlp_layernorm.weight") if self.before else None,
-            "after_attention": weight("post_attention_layernorm.weight") if self.after else None,
-            "after_mlp": weight("post_mlp_layernorm.weight") if self.after else None,
+            place: NormStep(weight(f"{name}.weight"), eps, self.zero_centered) if has_norm else None
+            for place, (name, has_norm) in places.items()
         }

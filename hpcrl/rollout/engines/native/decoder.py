@@ -15,9 +15,10 @@ from torch.nn.functional import embedding, linear
 
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.fp32_product import product
-from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm
+from hpcrl.kernels.layers import apply_rope
 from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.block import Layer
+from hpcrl.model.blocks.layers import NormStep
 from hpcrl.model.blocks.rope import rope_cos_sin
 from hpcrl.model.exact import exact_linear, exact_sum
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, engine_layout, shards
@@ -101,14 +102,14 @@ class FastRope(PlainRope):
 
 
 class _Layer(NamedTuple):
-    """before_next: the next layer's first norm, or the final one. Norms that a layer does not have are None."""
+    """Norms that a layer does not have are None."""
 
     attention: Any
     mlp: Any
-    before_mlp: Tensor | None
-    after_attention: Tensor | None
-    after_mlp: Tensor | None
-    before_next: Tensor | None
+    before_attention: NormStep | None
+    before_mlp: NormStep | None
+    after_attention: NormStep | None
+    after_mlp: NormStep | None
 
 
 class TokenFeatures(NamedTuple):
@@ -164,10 +165,10 @@ class Decoder:
         return [self._layer(number, layer) for number, layer in enumerate(self._shape.layers)]
 
     def _bind(self) -> None:
-        vars(self).pop("_layers", None)
+        for bound in ("_layers", "_before_next"):
+            vars(self).pop(bound, None)
         self._embedding = self.weights[EMBEDDING]
         self._head = self.weights[EMBEDDING if self._shape.tie_word_embeddings else OUTPUT_LAYER]
-        self._first_norm = self.weights.get("decoder.layers.0.input_layernorm.weight")
         if self.tower is not None:
             for name, parameter in self.tower.named_parameters():
                 parameter.data = self.weights[f"{TOWER}{name}"]
@@ -176,11 +177,16 @@ class Decoder:
         def weight(name: str) -> Tensor:
             return self.weights[f"decoder.layers.{number}.{name}"]
 
-        attention, mlp = (block.step(weight, self._linear, self._shape.rms_norm_eps) for block in layer.blocks)
-        is_last = number + 1 == self._shape.num_layers
-        following = "final_layernorm" if is_last else f"layers.{number + 1}.input_layernorm"
-        before_next = self.weights.get(f"decoder.{following}.weight")
-        return _Layer(attention, mlp, **layer.norms.step(weight), before_next=before_next)
+        eps = self._shape.rms_norm_eps
+        attention, mlp = (block.step(weight, self._linear, eps) for block in layer.blocks)
+        return _Layer(attention, mlp, **layer.norms.step(weight, eps))
+
+    @cached_property
+    def _before_next(self) -> list[NormStep | None]:
+        """Of each layer, the next layer's first norm, or the final one."""
+        shape, weight = self._shape, self.weights["decoder.final_layernorm.weight"]
+        final = NormStep(weight, shape.rms_norm_eps, shape.layers[-1].norms.zero_centered)
+        return [*(layer.before_attention for layer in self._layers[1:]), final]
 
     @property
     def routing_width(self) -> int:
@@ -218,38 +224,27 @@ class Decoder:
         cache_only: bool,
     ) -> Tensor:
         """Return the head's input (n, hidden). With `cache_only` it stops as soon as the cache is written."""
-        eps = self._shape.rms_norm_eps
         rotate = self._rotation(attention.new.rope_positions, self._shape)
         hidden = self._embed(token_ids)
         if features is not None:
             hidden[features.rows] = features.values[0]
-        normed = hidden if self._first_norm is None else rms_norm(hidden, self._first_norm, eps)
+        first = self._layers[0].before_attention
+        normed = hidden if first is None else first(hidden)
         for number, layer in enumerate(self._layers):
             is_last = cache_only and number == len(self._layers) - 1
             if is_last and (chosen is None or not layer.mlp.num_chosen):
                 layer.attention.store(number, normed, attention, rotate)
                 break
             attended = self.tp.sum(layer.attention(number, normed, attention, rotate))
-            normed = self._add(attended, hidden, layer.after_attention, layer.before_mlp)
+            normed = _add(attended, hidden, layer.after_attention, layer.before_mlp)
             if is_last:
                 layer.mlp.route(normed, chosen)
                 break
             output = self.tp.sum(layer.mlp(normed, chosen))
             if features is not None and number + 1 < len(features.values):
                 output[features.rows] += features.values[number + 1]
-            normed = self._add(output, hidden, layer.after_mlp, layer.before_next)
+            normed = _add(output, hidden, layer.after_mlp, self._before_next[number])
         return normed
-
-    def _add(self, output: Tensor, hidden: Tensor, after: Tensor | None, before: Tensor | None) -> Tensor:
-        """Add a block's output to the residual `hidden` in place. Return the next block's input. after, before: weights
-        of the norms of the two."""
-        eps = self._shape.rms_norm_eps
-        if after is not None:
-            output = rms_norm(output, after, eps)
-        if before is not None:
-            return add_rms_norm(output, hidden, before, eps)
-        hidden += output
-        return hidden
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.tp.size == 1:
@@ -259,3 +254,14 @@ class Decoder:
         elsewhere = (local < 0) | (local >= rows)
         found = embedding(local.masked_fill(elsewhere, 0), self._embedding)
         return self.tp.sum(found.masked_fill_(elsewhere[:, None], 0))
+
+
+def _add(output: Tensor, hidden: Tensor, after: NormStep | None, before: NormStep | None) -> Tensor:
+    """Add a block's output to the residual `hidden` in place. Return the next block's input. after, before: the norms
+    of the two."""
+    if after is not None:
+        output = after(output)
+    if before is not None:
+        return before.after_sum(output, hidden)
+    hidden += output
+    return hidden
