@@ -118,22 +118,25 @@ def _import_mpi_in_thread() -> None:
         executor.submit(_import_mpi).result()
 
 
-# Parameters of glibc's mallopt, and bytes. From the threshold on an allocation has pages of its own.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-OWN_PAGES = 4096
-LARGEST_THRESHOLD = 32 << 20  # up to which glibc raises it, with twice as much for the other, until one is set
+# Bytes from which an allocation has pages of its own. 32 MiB is the most that glibc takes, and that it sets by itself.
+OWN_PAGES, LARGEST_KEPT = 4096, 2**25
+MOST_KEPT = 2**30
+
+
+def set_allocator(mmap_threshold: int, trim_threshold: int) -> None:
+    """Set two parameters of glibc's mallopt(3). Other C libraries have no such parameters."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-3, mmap_threshold)
+        mallopt(-1, trim_threshold)
 
 
 def _import_mpi() -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # None: another C library
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, OWN_PAGES)
+    set_allocator(OWN_PAGES, 2 * LARGEST_KEPT)
     try:
         importlib.import_module("mpi4py.MPI")
     finally:
-        if mallopt is not None:
-            mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD)
-            mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_THRESHOLD)
+        set_allocator(LARGEST_KEPT, 2 * LARGEST_KEPT)
 
 
 def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
@@ -373,18 +376,10 @@ def flush() -> None:
             stream.flush()
 
 
-# Parameters of glibc's mallopt(3), and their values. Larger allocations than 32 MiB, its limit, are always mapped anew.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-LARGEST_KEPT, MOST_KEPT = 2**25, 2**30
-
-
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for later allocations. Other C libraries have no such parameters.
+    """Make glibc keep freed memory for later allocations of up to 32 MiB. Larger ones are always mapped anew.
 
     By default it returns tensors of a megabyte to the system, so that every page of the next one is cleared and mapped
     when it is first written, which took a fifth of the time of small decode steps.
     """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        library.mallopt(MMAP_THRESHOLD, LARGEST_KEPT)
-        library.mallopt(TRIM_THRESHOLD, MOST_KEPT)
+    set_allocator(LARGEST_KEPT, MOST_KEPT)
