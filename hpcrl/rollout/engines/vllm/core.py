@@ -1,0 +1,186 @@
+"""The only module that imports vLLM: its engine core on this rank, and what differs between releases (0.28 to 0.32)."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcrl.rollout.engines.vllm.sampler import Drawn, KeyedSampler
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ENVIRONMENT = {  # read when vLLM is imported
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are the job's
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CONFIGURE_LOGGING": "0",  # its lines go to the handlers of this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's place in a replica. tp: its group, of one rank too. alone: the group of this rank."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    tp: ProcessGroup
+    alone: ProcessGroup
+
+    @property
+    def tp_rank(self) -> int:
+        return self.ranks.index(self.rank)
+
+
+class EngineCore:
+    """vLLM on one rank of a replica. Construction is collective over the replica.
+
+    config: config.json of the model. options: of vLLM's EngineArgs. Weights are random until they are written.
+    """
+
+    def __init__(self, config: Mapping[str, Any], place: Place, device: torch.device, **options: Any) -> None:
+        os.environ.update(ENVIRONMENT)
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        with tempfile.TemporaryDirectory(prefix="hpcrl_vllm_") as folder, _in_job(place, device):
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            arguments = EngineArgs(
+                model=folder,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=len(place.ranks),
+                async_scheduling=False,
+                disable_log_stats=True,
+                **options,
+            )
+            self._engine = LLMEngine.from_engine_args(arguments)
+        self._runner = self._engine.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
+        self._requests: dict[str, Drawn] = {}  # by vLLM's name of a request
+        self._number = 0
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield vLLM's own parameters, which the next step reads."""
+        for name, parameter in self._runner.model.named_parameters():
+            yield name, parameter.data
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        self._runner.model.get_parameter(name).data = tensor
+
+    def begin(self, sampler: KeyedSampler) -> None:
+        """Draw the tokens of the next requests with `sampler`."""
+        self._runner.sampler = _sampler(self._runner, sampler, self._requests)
+
+    def add(self, token_ids: Sequence[int], drawn: Drawn, *, ignore_eos: bool, stop: Sequence[int]) -> str:
+        """Queue a request that draws `drawn.limit` tokens at most, and return its name."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=drawn.limit,
+            ignore_eos=ignore_eos,
+            stop_token_ids=None if ignore_eos else list(stop),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        name, self._number = str(self._number), self._number + 1
+        inside = self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
+        self._requests[inside if isinstance(inside, str) else name] = drawn
+        return name
+
+    def step(self) -> list[tuple[str, int, bool]]:
+        """Run one step. Returns the name, the number of tokens, and whether a stop token ended it, of each request that
+        has ended."""
+        ended = [output for output in self._engine.step() if output.finished]
+        return [
+            (it.request_id, len(it.outputs[0].token_ids), it.outputs[0].finish_reason == "stop") for it in ended
+        ]
+
+    def end(self, names: Sequence[str] = ()) -> None:
+        """Cancel requests, and forget all."""
+        self._engine.abort_request(list(names))
+        self._requests.clear()
+
+    def reset_prefix_cache(self) -> None:
+        self._engine.reset_prefix_cache()
+
+    def caches(self) -> list[Tensor]:
+        """Return the tensors of the KV cache."""
+        return list(self._runner.kv_caches)
+
+
+def _sampler(runner: Any, sampler: KeyedSampler, requests: Mapping[str, Drawn]) -> Any:
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.sample.sampler import Sampler
+
+    class Keyed(Sampler):
+        def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
+            batch, count = runner.input_batch, len(logits)
+            rows = [requests[name] for name in batch.req_ids[:count]]
+            token_ids = sampler.draw(logits, rows, [len(ids) for ids in batch.req_output_token_ids[:count]])
+            return SamplerOutput(sampled_token_ids=token_ids.to(torch.int32).unsqueeze(1), logprobs_tensors=None)
+
+    return Keyed()
+
+
+@contextmanager
+def _in_job(place: Place, device: torch.device) -> Iterator[None]:
+    """Context in which vLLM starts over the job's process groups, and leaves what is the process's own as it was."""
+    from vllm.v1.worker import cpu_worker, gpu_worker
+
+    environ = {"RANK": str(place.tp_rank), "LOCAL_RANK": str(device.index or 0), "WORLD_SIZE": str(len(place.ranks))}
+    start = _group_maker(place, device)
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, environ))
+        stack.enter_context(patch.object(torch, "set_num_threads", torch.set_num_threads))
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        for module in (gpu_worker, cpu_worker):
+            stack.enter_context(patch.object(module, "init_worker_distributed_environment", start))
+        if device.type == "cpu":
+            import vllm._custom_ops
+
+            # Packed weights are copies, which refit would not reach.
+            stack.enter_context(patch.object(vllm._custom_ops, "_supports_onednn", False))
+        yield
+
+
+def _group_maker(place: Place, device: torch.device) -> Callable[..., None]:
+    """Return a function in place of vLLM's, which makes groups of torch's whole world: all of its ranks would have to
+    call it."""
+    from vllm.distributed import parallel_state
+
+    groups = {(place.rank,): place.alone, place.ranks: place.tp}
+
+    def group(name: str, ranks: tuple[int, ...], *, communicates: bool = True) -> Any:
+        backend = dist.get_backend(groups[ranks])
+        return parallel_state.GroupCoordinator(
+            [list(ranks)], device.index or 0, backend, use_device_communicator=communicates, group_name=name
+        )
+
+    def start(vllm_config: Any, *_: Any, **__: Any) -> None:
+        with patch.object(dist, "new_group", lambda ranks, **_: groups[tuple(ranks)]):
+            made = {"_WORLD": group("world", place.ranks, communicates=False), "_TP": group("tp", place.ranks)}
+            made |= {f"_{name}": group(name.lower(), (place.rank,)) for name in ("PP", "DP", "PCP", "DCP")}
+            made |= {"_ETP": made["_TP"], "_NODE_COUNT": 1}
+            if vllm_config.model_config.is_moe:
+                made["_EP"] = group("ep", place.ranks)
+        for name, value in made.items():
+            setattr(parallel_state, name, value)
+
+    return start
