@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO, Config, seconds_of
 from hpcrl.forecast.memory.memory import TrainingPlan
-from hpcrl.forecast.time.candidates import AXES
-from hpcrl.forecast.time.search import Result, Search
-from hpcrl.forecast.time.search_command import Asked, has_rollout
-from hpcrl.forecast.time.slices import Slice, clock, counted, divide, shortest, slice_of
+from hpcrl.forecast.time.search import AXES, Result, Search
+from hpcrl.forecast.time.search_command import Asked, Slice, clock, counted, divide, has_rollout, shortest, slice_of
 from hpcrl.forecast.time.step import Prediction, predict
 from hpcrl.forecast.time.table import lengths_of
 from hpcrl.machine.machine_file import read_machine

@@ -1,4 +1,5 @@
-"""What a role's model holds between its passes, in bytes: weights, gradients, optimizer; and what a run writes to disk.
+"""What a role's model is, and what it holds between its passes, in bytes: weights, gradients, optimizer; what a run
+writes to disk.
 
 No torch.
 """
@@ -9,12 +10,15 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from hpcrl.algorithms.optimizers.optimizer import Optimizer
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import HOST_BLOCK, Part
-from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
+from hpcrl.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
+from hpcrl.config.yaml_core import ConfigError
+from hpcrl.model.architecture import shape_from_yaml, with_training
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.runtime.layout import Layout
@@ -26,6 +30,28 @@ FP32 = 4
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 # Tensors in fp32 of a projection's update, of its size and of the square of its shorter side.
 WORK_MATRICES, WORK_SQUARES = 3, 2
+
+
+def job_shape(config: Config) -> ModelShape:
+    """The policy's shape, from its Hugging Face directory if the config names one."""
+    model, num_tokens = config.model, 0
+    if model.path is None and model.vocab_size is None:
+        if model.tokenizer is None:
+            raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
+        # takes seconds, and most large templates name vocab_size
+        from hpcrl.data.tokenizer import load_tokenizer, token_ids
+
+        num_tokens = max(token_ids(load_tokenizer(model.tokenizer))) + 1
+    return model_shape(model, num_tokens)
+
+
+def model_shape(model: ModelConfig, num_tokens: int) -> ModelShape:
+    """The shape of a section `model:`, of a Hugging Face directory without a look at its weights."""
+    if model.path is None:
+        return with_training(shape_from_yaml(model, num_tokens), model)
+    from hpcrl.model.families.config_json import read_shape
+
+    return with_training(read_shape(Path(model.path)), model)
 
 
 class State(NamedTuple):
@@ -54,21 +80,6 @@ class State(NamedTuple):
         """Host memory for the offloaded parts; gradients are not kept."""
         kept = (self.parameters * ("parameters" in away), (self.optimizer - self.scalars) * ("optimizer" in away))
         return sum(_up(nbytes, HOST_BLOCK) for nbytes in kept)
-
-
-class Bucket(NamedTuple):
-    """A part of a buffer that is divided over the replicas; positions in elements."""
-
-    start: int
-    end: int
-    parameters: tuple[tuple[int, int, int], ...]  # first and behind the last element of each, bytes per element
-
-    def owned(self, replica: int, replicas: int) -> list[tuple[int, int]]:
-        """Elements of each parameter that belong to a replica's part of the optimizer, and bytes per element."""
-        size = (self.end - self.start) // replicas
-        first = self.start + replica * size
-        parts = ((min(end, first + size) - max(start, first), each) for start, end, each in self.parameters)
-        return [(part, each) for part, each in parts if part > 0]
 
 
 @dataclass(frozen=True)
@@ -190,49 +201,54 @@ class RoleModel:
             groups.setdefault((shard.chunk, shard.is_expert, self._itemsize(shard)), []).append(shard)
         for (_, is_expert, itemsize), members in groups.items():
             replicas = self.layout.edp if is_expert else self.layout.dp * self.layout.cp
-            yield _Buffer(self, tuple(members), itemsize, is_expert, replicas)
+            yield _Buffer(itemsize, is_expert, replicas, list(self._buckets(members, replicas)))
+
+    def _buckets(self, members: list[Shard], replicas: int) -> Iterator[_Bucket]:
+        """Buckets from the last parameter to the first; tied embeddings of a pipeline have a bucket of their own."""
+        may_be_tied = self.shape.tie_word_embeddings and self.head == "lm" and self.layout.pp > 1
+        parts: list[list[Shard]] = [[]]
+        for shard in reversed(members):
+            if may_be_tied and "word_embeddings" in shard.name:
+                parts += [[shard], []]
+            else:
+                parts[-1].append(shard)
+        start = 0
+        for part in filter(None, parts):
+            inside, place = [], start
+            for shard in part:
+                first = _up(place, PARAMETER_MULTIPLE)
+                place = first + math.prod(shard.local_shape)
+                inside.append((first, place, self.kept(shard)))
+            end = _up(place, math.lcm(replicas, BUCKET_MULTIPLE))
+            yield _Bucket(start, end, inside)
+            start = end
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    model: RoleModel
-    shards: tuple[Shard, ...]
+class _Bucket(NamedTuple):
+    """A part of a buffer that is divided over the replicas; positions in elements. parameters: the first and behind the
+    last element of each, and bytes per element of what the optimizer keeps."""
+
+    start: int
+    end: int
+    parameters: list[tuple[int, int, int]]
+
+
+class _Buffer(NamedTuple):
     itemsize: int
     is_expert: bool
     replicas: int
+    buckets: list[_Bucket]
 
     def divided(self, replica: int) -> int:
         """Bytes of a replica's state, with a step counter per parameter and a copy in fp32 of other weights."""
-        owned = [part for bucket in self.buckets for part in bucket.owned(replica, self.replicas)]
-        return sum(numel * each for numel, each in owned) + FP32 * len(owned)
-
-    @cached_property
-    def buckets(self) -> list[Bucket]:
-        """Buckets from the last parameter to the first; tied embeddings of a pipeline have a bucket of their own."""
-        shape, pp = self.model.shape, self.model.layout.pp
-        may_be_tied = shape.tie_word_embeddings and self.model.head == "lm" and pp > 1
-        made: list[Bucket] = []
-        inside: list[tuple[int, int, int]] = []
-        start = place = 0
-
-        def close() -> None:
-            nonlocal start, place, inside
-            end = _up(place, math.lcm(self.replicas, BUCKET_MULTIPLE))
-            made.append(Bucket(start, end, tuple(inside)))
-            start, place, inside = end, end, []
-
-        for shard in reversed(self.shards):
-            place = _up(place, PARAMETER_MULTIPLE)
-            is_tied = may_be_tied and "word_embeddings" in shard.name
-            if is_tied and inside:
-                close()
-            inside.append((place, place + math.prod(shard.local_shape), self.model.kept(shard)))
-            place = inside[-1][1]
-            if is_tied:
-                close()
-        if inside:
-            close()
-        return made
+        total = 0
+        for bucket in self.buckets:
+            size = (bucket.end - bucket.start) // self.replicas
+            first = bucket.start + replica * size
+            for start, end, each in bucket.parameters:
+                if (own := min(end, first + size) - max(start, first)) > 0:
+                    total += own * each + FP32
+        return total
 
 
 def _as_made(table: list[Shard]) -> list[Shard]:

@@ -19,9 +19,8 @@ from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
-from hpcrl.forecast.time.layers import with_measured_load
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.step import GENERATES, Prediction, predict
+from hpcrl.forecast.time.step import GENERATES, Prediction, predict, with_measured_load
 from hpcrl.machine.machine_file import Machine, check_target, read_machine, save_machine
 from hpcrl.observe.read.archive import read_samples
 from hpcrl.observe.read.runlog import RunError, read_run

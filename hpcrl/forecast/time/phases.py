@@ -9,20 +9,20 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hpcrl.config.roles import JUDGE, Part, offloaded
-from hpcrl.config.schema import EngineConfig, RecomputeConfig
-from hpcrl.forecast.memory.generation import native_kv_cache
-from hpcrl.forecast.memory.memory import GIB, NEEDED, Phase, TrainingPlan
-from hpcrl.forecast.memory.state import FP32, ITEMSIZE
-from hpcrl.forecast.time.collectives import Moved, Network, group_of, refit_cost, refit_shares
-from hpcrl.forecast.time.cost import Cost, Units
-from hpcrl.forecast.time.decode import Engine, Work, computations_of
-from hpcrl.forecast.time.layers import ENGINE, GRAPH, numbers_of, stages_of
+from hpcrl.config.schema import RecomputeConfig
+from hpcrl.forecast.memory.generation import GIB, EngineMemory
+from hpcrl.forecast.memory.memory import NEEDED, Phase, TrainingPlan
+from hpcrl.forecast.memory.state import FP32
+from hpcrl.forecast.time.cost import Cost, Moved, Network, Units, group_of, refit_cost, refit_shares
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.passes import PassModel, Recompute
-from hpcrl.forecast.time.training import (
+from hpcrl.forecast.time.passes import ENGINE, GRAPH, PassModel, Recompute, numbers_of, stages_of
+from hpcrl.forecast.time.samples import (
+    Engine,
     Optimizer,
     Passes,
     Update,
+    Work,
+    computations_of,
     copied_cost,
     forward_cost,
     least_states,
@@ -31,7 +31,6 @@ from hpcrl.forecast.time.training import (
 )
 from hpcrl.machine.machine_file import Dtype, Machine
 from hpcrl.model.shape import ModelShape
-from hpcrl.runtime.layout import Layout
 
 COLUMNS = 8  # of a response's tokens, in fp32, that advantages read or write, and that an archive has
 ADVANTAGE_OPERATORS = 60
@@ -202,24 +201,14 @@ class JobTimes:
 
     @cached_property
     def engine(self) -> Engine:
-        rollout = self.job.config.rollout
-        itemsize = ITEMSIZE[rollout.dtype or self.job.config.model.dtype]
-        return self._engine_of(rollout, self.job.models["actor"].shape, self.job.layouts["rollout"], itemsize)
+        return self._engine_of(self.job.engine)
 
-    def _engine_of(self, cfg: EngineConfig, shape: ModelShape, layout: Layout, itemsize: int) -> Engine:
-        units = Units.of(self.machine.device, DTYPES[itemsize], itemsize, replays=not cfg.enforce_eager)
-        model = PassModel(
-            shape,
-            layout,
-            "lm",
-            units,
-            units,
-            self.network,
-            self.ranks_per_node,
-            sequence_parallel=False,
-            operators=GRAPH if units.replays else ENGINE,
-        )
-        return Engine(model, cfg.max_num_batched_tokens)
+    def _engine_of(self, memory: EngineMemory) -> Engine:
+        replays = not memory.cfg.enforce_eager
+        units = Units.of(self.machine.device, DTYPES[memory.itemsize], memory.itemsize, replays=replays)
+        fixed, operators = (units, units, self.network, self.ranks_per_node), GRAPH if units.replays else ENGINE
+        model = PassModel(memory.shape, memory.layout, "lm", *fixed, sequence_parallel=False, operators=operators)
+        return Engine(model, memory.cfg.max_num_batched_tokens)
 
     @cached_property
     def work(self) -> Work:
@@ -261,7 +250,7 @@ class JobTimes:
         sequences = math.ceil(total / judge.layout.dp)
         prompt = min(cfg.max_prompt_length, round(self.lengths.mean))
         lengths = Lengths.fixed(prompt, cfg.max_response_length)
-        engine = self._engine_of(cfg, judge.shape, judge.layout, judge.itemsize)
+        engine = self._engine_of(judge)
         cost = engine.generate(Work(sequences, sequences, total, cfg.max_num_seqs), lengths)
         return cost + self.copied(phase, offloaded(self.job.config, JUDGE))
 
@@ -274,16 +263,13 @@ class JobTimes:
 
     def _kv_cache(self) -> float:
         """Bytes, as `TrainingPlan` has them, from the weights of the fullest rank."""
-        config, model = self.job.config, self.engine.model
-        rollout, itemsize, longest = config.rollout, model.units.itemsize, self.job.derived.max_sequence_length
-        capacity = self.job.capacity
-        if self.on_gpu and self.machine.device.memory_gib is not None:
-            capacity = int(min(config.job.gpu_memory_gib, self.machine.device.memory_gib) * GIB)
+        config, memory, capacity = self.job.config, self.machine.device.memory_gib, self.job.capacity
+        if self.on_gpu and memory is not None:
+            capacity = int(min(config.job.gpu_memory_gib, memory) * GIB)
         resident = int(self._resident()) if self.resident_beside is None else self.resident_beside
-        free = None if capacity is None else max(0, capacity - resident)
-        if rollout.engine == "tensorrt_llm" and free is not None:
-            free = max(0, free - int(self.engine_bytes / model.layout.tp))
-        return float(native_kv_cache(rollout, model.shape, model.layout.tp, itemsize, longest, free))
+        if config.rollout.engine == "tensorrt_llm":
+            resident += int(self.engine_bytes / self.engine.model.layout.tp)
+        return float(self.job.engine.kv_cache(capacity, resident))
 
     def _resident(self) -> float:
         """Bytes of models that stay on the rollout's ranks while they generate, of the fullest stage of each."""
@@ -311,7 +297,7 @@ class JobTimes:
         source, destination = self.job.layouts["actor"], self.job.layouts["rollout"]
         shares: tuple[Moved, ...] = refit_shares(source, destination, self.stage_shares(), self.ranks_per_node)
         busy = group_of(destination, self.ranks_per_node, "tp").busy
-        bandwidth, aliases = self.machine.device.memory_bandwidth, self.job.refit.aliases
+        bandwidth, aliases = self.machine.device.memory_bandwidth, self.job.aliases
         cost = refit_cost(shares, self.engine_bytes, self.network, bandwidth, busy, aliases=aliases)
         away = "parameters" in offloaded(self.job.config, self.job.specs["actor"])
         return cost + copied_cost(

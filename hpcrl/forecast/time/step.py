@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from hpcrl.config.schema import AsyncTrainingConfig
-from hpcrl.forecast.memory.memory import TrainingPlan
+from hpcrl.config.schema import AsyncTrainingConfig, Config
+from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
 from hpcrl.forecast.time.cost import Cost, fitted
-from hpcrl.forecast.time.decode import generation_cost, schedule
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.phases import JobTimes, Timed
-from hpcrl.forecast.time.training import forward_cost, packing, update_cost
+from hpcrl.forecast.time.samples import forward_cost, generation_cost, packing, schedule, update_cost
 from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine
 
 
@@ -299,6 +299,17 @@ def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction
     tokens = job.derived.samples_per_step * lengths.mean
     roles = {it.name: it.role for it in timed}
     return Prediction(seconds, phases, parts, tokens / seconds, tuple(step.spans), roles)
+
+
+LOAD_METRIC = "actor/moe_load_imbalance/mean"
+
+
+def with_measured_load(config: Config, row: Mapping[str, float]) -> Config:
+    """Return the config with the load imbalance of a step's metrics, to a tenth, or unchanged if they have none."""
+    imbalance = row.get(LOAD_METRIC)
+    if imbalance is None or not math.isfinite(imbalance):
+        return config
+    return with_keys(config, {"model.moe.load_imbalance": max(1.0, round(imbalance, 1))})
 
 
 def forget_lengths() -> None:

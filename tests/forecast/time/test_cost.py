@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.forecast.time.collectives import Group, Network, group_of, interpolated
-from hpcrl.forecast.time.cost import Cost, Units
+from hpcrl.forecast.time.cost import Cost, Group, Network, Units, group_of, interpolated
 from hpcrl.forecast.time.phases import Timed
 from hpcrl.runtime.layout import Layout
 from tests.forecast.time.machines import cpu, gpu
