@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpcrl.config.roles import KEYS, REF, Part, RoleSpec, offloaded
+from hpcrl.config.roles import KEYS, REF, Part, RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.forecast.memory.memory import NEEDED, Phase, Row, TrainingPlan, binary, with_keys
 
@@ -161,7 +161,7 @@ def _offloads(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
             ("parameters", "gradients", "optimizer") if model.optim is not None else ("parameters",)
         )
         works = role == phase.role or (role == "actor" and phase.kind == "refit")
-        kept = {*offloaded(job.config, job.specs[role]), *(NEEDED[phase.kind] if works else ())}
+        kept = {*job.away(role), *(NEEDED[phase.kind] if works else ())}
         for part in parts:
             if part not in kept:
                 yield f"{job.specs[role].path}.{KEYS[part]}=true"

@@ -232,6 +232,10 @@ class TrainingPlan:
             if not place.stages.keys().isdisjoint({"actor", "rollout"} if phase.kind == "refit" else {phase.role})
         ]
 
+    def away(self, role: str) -> tuple[Part, ...]:
+        """What of a role's model is in host memory while other roles compute."""
+        return offloaded(self.config, JUDGE if role == JUDGE.name else self.specs[role])
+
     def on_device(self, phase: Phase, place: Place) -> list[State]:
         """State on the device in a phase, of each of the place's roles."""
         found = []
@@ -239,17 +243,16 @@ class TrainingPlan:
             needed: tuple[Part, ...] = ()
             if role == phase.role or (role == "actor" and phase.kind == "refit"):
                 needed = NEEDED[phase.kind]
-            away = [part for part in offloaded(self.config, self.specs[role]) if part not in needed]
+            away = [part for part in self.away(role) if part not in needed]
             found.append(self.states[role, place.stages[role]].without(away))
         return found
 
     def on_host(self, place: Place) -> int:
         """Bytes of a rank's host memory that hold offloaded state."""
-        judged = State(self.judge.weights) if self.judge is not None and JUDGE.name in place.stages else State()
-        return judged.on_host(offloaded(self.config, JUDGE)) + sum(
-            self.states[role, place.stages[role]].on_host(offloaded(self.config, self.specs[role]))
-            for role in self._roles(place)
-        )
+        held = {role: self.states[role, place.stages[role]] for role in self._roles(place)}
+        if self.judge is not None and JUDGE.name in place.stages:
+            held[JUDGE.name] = State(self.judge.weights)
+        return sum(state.on_host(self.away(role)) for role, state in held.items())
 
     def on_hosts(self) -> dict[int, int]:
         """Bytes of `on_host` by node."""
@@ -345,7 +348,7 @@ class TrainingPlan:
                 parameters += whole - own
         if self.judge is not None and JUDGE.name in place.stages:
             judges = phase.role == JUDGE.name
-            parameters += self.judge.weights if judges or not offloaded(self.config, JUDGE) else 0
+            parameters += self.judge.weights if judges or not self.away(JUDGE.name) else 0
             if judges:  # the engine is built after all other models
                 taken = self._idle(place)
                 taken += own + self._kv_cache(taken, own) if "rollout" in place.stages else 0

@@ -143,12 +143,11 @@ class RoleModel:
             return 0
         most = 0
         for is_expert in (False, True):
-            replicas = self.layout.edp if is_expert else self.layout.dp * self.layout.cp
             own = [
                 it for it in self.shards(stage) if it.is_matrix and self.is_trained(it) and it.is_expert == is_expert
             ]
             if own:
-                ranges = sum(math.prod(shard.local_shape) for shard in own) // replicas
+                ranges = sum(math.prod(shard.local_shape) for shard in own) // replicas(self.layout)[is_expert]
                 largest = max(own, key=lambda shard: math.prod(shard.global_shape))
                 rows, cols = largest.global_shape
                 blocks, each = largest.projection_rows(rows)
@@ -200,10 +199,10 @@ class RoleModel:
         for shard in filter(self.is_trained, _as_made(self.shards(stage))):
             groups.setdefault((shard.chunk, shard.is_expert, self._itemsize(shard)), []).append(shard)
         for (_, is_expert, itemsize), members in groups.items():
-            replicas = self.layout.edp if is_expert else self.layout.dp * self.layout.cp
-            yield _Buffer(itemsize, is_expert, replicas, list(self._buckets(members, replicas)))
+            count = replicas(self.layout)[is_expert]
+            yield _Buffer(itemsize, is_expert, count, list(self._buckets(members, count)))
 
-    def _buckets(self, members: list[Shard], replicas: int) -> Iterator[_Bucket]:
+    def _buckets(self, members: list[Shard], count: int) -> Iterator[_Bucket]:
         """Buckets from the last parameter to the first; tied embeddings of a pipeline have a bucket of their own."""
         may_be_tied = self.shape.tie_word_embeddings and self.head == "lm" and self.layout.pp > 1
         parts: list[list[Shard]] = [[]]
@@ -219,7 +218,7 @@ class RoleModel:
                 first = _up(place, PARAMETER_MULTIPLE)
                 place = first + math.prod(shard.local_shape)
                 inside.append((first, place, self.kept(shard)))
-            end = _up(place, math.lcm(replicas, BUCKET_MULTIPLE))
+            end = _up(place, math.lcm(count, BUCKET_MULTIPLE))
             yield _Bucket(start, end, inside)
             start = end
 
@@ -260,6 +259,12 @@ def _as_made(table: list[Shard]) -> list[Shard]:
             place = 1 + max(n for n, other in enumerate(made) if other.name.endswith("input_layernorm.weight"))
         made.insert(place, shard)
     return made
+
+
+def replicas(layout: Layout) -> tuple[int, int]:
+    """Ranks that divide the optimizer: of weights outside of experts, of which context-parallel ranks are replicas, and
+    of experts."""
+    return layout.dp * layout.cp, layout.edp
 
 
 def _up(number: int, multiple: int) -> int:

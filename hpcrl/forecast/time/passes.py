@@ -68,28 +68,6 @@ ENGINE = Operators("engine", 1.6, 5, 0, 0, 0, 0, 70, 0, 15)  # lm: with sampling
 GRAPH = Operators("graph", 1.0, 2, 0, 0, 0, 0, 18, 0, 0)
 
 
-class Projections(NamedTuple):
-    """Matrices of one size, (rows, cols) as the Hugging Face file has them, that a layer has `number` of."""
-
-    rows: int
-    cols: int
-    number: int
-    is_expert: bool
-
-
-@lru_cache(maxsize=512)
-def projections_of(layer: Layer) -> tuple[Projections, ...]:
-    """The matrices of a whole layer."""
-    found: Counter[tuple[int, int, bool]] = Counter()
-    for is_expert, weights in ((False, layer.weights), (True, layer.expert_weights)):
-        for weight in (weight for weight in weights if len(weight.size) == 2):
-            rows, cols = weight.size
-            each = [weight.periods * projection.rows for projection in weight.projections] or [rows]
-            for own in each:
-                found[own, cols, is_expert] += layer.num_experts if is_expert else 1
-    return tuple(Projections(rows, cols, number, is_expert) for (rows, cols, is_expert), number in found.items())
-
-
 class Stage(NamedTuple):
     """A pipeline stage: how many layers of each kind it has, and whether it has the embedding, and the head."""
 
@@ -438,9 +416,3 @@ def pipelined(stages: Sequence[Cost], count: int, vpp: int = 1, send: float = 0.
     others = sum(stage.seconds for stage in stages) - slowest.seconds
     messages = sends * send * (count * vpp + len(stages) - 2)
     return slowest * count + Cost(bubble=others / vpp, communication=messages)
-
-
-def evenness(stages: Sequence[Cost]) -> float:
-    """Return the seconds of the mean stage as a share of those of the slowest one."""
-    slowest = max(stage.seconds for stage in stages)
-    return sum(stage.seconds for stage in stages) / len(stages) / slowest if slowest > 0 else 1.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from hpcrl.config.roles import JUDGE, Part, offloaded
+from hpcrl.config.roles import JUDGE, Part
 from hpcrl.config.schema import RecomputeConfig
 from hpcrl.forecast.memory.generation import GIB, EngineMemory
 from hpcrl.forecast.memory.memory import NEEDED, Phase, TrainingPlan
@@ -24,9 +24,10 @@ from hpcrl.forecast.time.samples import (
     Work,
     computations_of,
     copied_cost,
+    evenness,
     forward_cost,
+    generation_cost,
     least_states,
-    stage_evenness,
     update_cost,
 )
 from hpcrl.machine.machine_file import Dtype, Machine
@@ -83,22 +84,19 @@ class JobTimes:
         return [*self.without_saves(), *self.saves()]
 
     def without_saves(self) -> list[Timed]:
-        found = []
+        found, costs = list[Timed](), {"generate": self._generated, "forward": self._forward, "train": self._update}
         for phase in self.job.phases:
-            if phase.name == "rollout":
-                found.append(self._timed("gen", phase, self.generation()))
-                if self.job.derived.needs_reward_baseline:
-                    found.append(self._timed("gen_max", phase, self._greedy()))
-            elif phase.kind == "generate":
-                found.append(self._timed(phase.name, phase, self._judged(phase)))
-            elif phase.kind == "refit":
-                found.append(self.refit())
-            elif phase.kind == "forward":
-                found.append(self._timed(phase.name, phase, self._forward(phase), self._evenness(phase)))
-            elif phase.kind == "train":
-                if phase.name.startswith("update") and not any(it.name == "adv" for it in found):
-                    found.append(Timed("adv", "actor", "forward", self._ranks("actor"), self._advantages()))
-                found.append(self._timed(phase.name, phase, self._update(phase), self._evenness(phase)))
+            ranks, actor = self._ranks(phase.role), self._ranks("actor")
+            if phase.kind == "train" and all(it.kind != "train" for it in found):
+                found.append(Timed("adv", "actor", "forward", actor, self._advantages()))
+            if phase.kind in costs:
+                name, cost = "gen" if phase.name == "rollout" else phase.name, costs[phase.kind](phase)
+                found.append(Timed(name, phase.role, phase.kind, ranks, cost, self._evenness(phase)))
+            if phase.name == "rollout" and self.job.derived.needs_reward_baseline:
+                found.append(Timed("gen_max", phase.role, phase.kind, ranks, self._greedy()))
+            if phase.kind == "refit":
+                ranks = tuple(sorted({*ranks, *actor}))
+                found.append(Timed("update_weights", phase.role, phase.kind, ranks, self._refit()))
         return found
 
     def saves(self) -> list[Timed]:
@@ -109,9 +107,6 @@ class JobTimes:
         if self.job.config.trainer.save_freq > 0:
             found.append(Timed("save_checkpoint", "actor", "save", self._saving_ranks(), self._save()))
         return found
-
-    def _timed(self, name: str, phase: Phase, cost: Cost, evenness: float = 1.0) -> Timed:
-        return Timed(name, phase.role, phase.kind, self._ranks(phase.role), cost, evenness)
 
     def _ranks(self, role: str) -> tuple[int, ...]:
         return self.job.derived.roles[role].ranks
@@ -160,7 +155,7 @@ class JobTimes:
 
     def _forward(self, phase: Phase) -> Cost:
         model = self.pass_model(phase.role, phase)
-        return forward_cost(model, self.passes(phase), self.lengths) + self.copied(phase, self._away(phase))
+        return forward_cost(model, self.passes(phase), self.lengths) + self.copied(phase, self.job.away(phase.role))
 
     def _update(self, phase: Phase) -> Cost:
         model, config = self.pass_model(phase.role, phase), self.job.config
@@ -171,17 +166,14 @@ class JobTimes:
         gathers = may_gather if ddp.overlap_param_gather is None else ddp.overlap_param_gather
         update = Update(optimizer, self.updates(phase), reduces, gathers)
         cost = update_cost(model, self.passes(phase), update, self.lengths)
-        return cost + self.copied(phase, self._away(phase))
+        return cost + self.copied(phase, self.job.away(phase.role))
 
     def _evenness(self, phase: Phase) -> float:
         """1 on machines whose ranks share no cores, where it is not used."""
-        if self.machine.node.cores is None:
+        if self.machine.node.cores is None or phase.work is None:
             return 1.0
         trains = phase.kind == "train"
-        return stage_evenness(self.pass_model(phase.role, phase), self.passes(phase), self.lengths, trains=trains)
-
-    def _away(self, phase: Phase) -> tuple[Part, ...]:
-        return offloaded(self.job.config, self.job.specs[phase.role])
+        return evenness(self.pass_model(phase.role, phase), self.passes(phase), self.lengths, trains=trains)
 
     def copied(self, phase: Phase, away: Collection[Part]) -> Cost:
         """Copies of a call, for which what is `away` of its role comes to the device, and back after it."""
@@ -222,11 +214,12 @@ class JobTimes:
         """Of an engine in a step."""
         return math.ceil(self.job.derived.samples_per_step / self.job.layouts["rollout"].dp)
 
-    def generation(self) -> Cost:
-        work, lengths = self.work, self.lengths
+    def _generated(self, phase: Phase) -> Cost:
+        if phase.role == JUDGE.name:
+            return self._judged(phase)
         if (running := self.steady) is not None:
-            return self.engine.steadily(work, lengths, min(work.slots, running))
-        return self.engine.generate(work, lengths)
+            return self.engine.steadily(self.work, self.lengths, min(self.work.slots, running))
+        return generation_cost(self.engine, self.work, self.lengths)
 
     @property
     def steady(self) -> int | None:
@@ -240,7 +233,7 @@ class JobTimes:
         """One response more per prompt."""
         each, n = self.work, self.job.config.rollout.n
         sequences = math.ceil(each.total / n / self.job.layouts["rollout"].dp)
-        return self.engine.generate(Work(sequences, sequences, each.total // n, each.slots), self.lengths)
+        return generation_cost(self.engine, Work(sequences, sequences, each.total // n, each.slots), self.lengths)
 
     def _judged(self, phase: Phase) -> Cost:
         """A question for each sample, whose answer has the largest length."""
@@ -251,8 +244,8 @@ class JobTimes:
         prompt = min(cfg.max_prompt_length, round(self.lengths.mean))
         lengths = Lengths.fixed(prompt, cfg.max_response_length)
         engine = self._engine_of(judge)
-        cost = engine.generate(Work(sequences, sequences, total, cfg.max_num_seqs), lengths)
-        return cost + self.copied(phase, offloaded(self.job.config, JUDGE))
+        cost = generation_cost(engine, Work(sequences, sequences, total, cfg.max_num_seqs), lengths)
+        return cost + self.copied(phase, self.job.away(phase.role))
 
     def _slots(self, most: int) -> int:
         """Sequences that run at once: at most as the engine allows, and as the KV cache holds at their mean length."""
@@ -277,8 +270,7 @@ class JobTimes:
         for role, model in job.models.items():
             if rollout.isdisjoint(model.layout.ranks):
                 continue
-            away = offloaded(job.config, job.specs[role])
-            total += max(state.without(away).total for state in least_states(model))
+            total += max(state.without(job.away(role)).total for state in least_states(model))
         return total
 
     @cached_property
@@ -289,20 +281,14 @@ class JobTimes:
 
     # the rest
 
-    def refit(self) -> Timed:
-        ranks = tuple(sorted({*self._ranks("rollout"), *self._ranks("actor")}))
-        return Timed("update_weights", "rollout", "refit", ranks, self._refit())
-
     def _refit(self) -> Cost:
         source, destination = self.job.layouts["actor"], self.job.layouts["rollout"]
         shares: tuple[Moved, ...] = refit_shares(source, destination, self.stage_shares(), self.ranks_per_node)
         busy = group_of(destination, self.ranks_per_node, "tp").busy
         bandwidth, aliases = self.machine.device.memory_bandwidth, self.job.aliases
         cost = refit_cost(shares, self.engine_bytes, self.network, bandwidth, busy, aliases=aliases)
-        away = "parameters" in offloaded(self.job.config, self.job.specs["actor"])
-        return cost + copied_cost(
-            self.pass_model("actor"), ("parameters",) if away else (), None, self.machine.node.host_copy
-        )
+        away = ("parameters",) if "parameters" in self.job.away("actor") else ()
+        return cost + copied_cost(self.pass_model("actor"), away, None, self.machine.node.host_copy)
 
     def stage_shares(self) -> tuple[float, ...]:
         """Of the actor's weights, the share of each pipeline stage."""

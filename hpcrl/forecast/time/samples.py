@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from hpcrl.algorithms.optimizers.optimizer import Optimizer as OptimizerKind
 from hpcrl.batch.packing import micro_batches
-from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
-from hpcrl.forecast.time.cost import NOTHING, Cost, Group, group_of
+from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State, replicas
+from hpcrl.forecast.time.cost import NOTHING, Cost, group_of
 from hpcrl.forecast.time.lengths import Lengths, spread
 from hpcrl.forecast.time.passes import (
     Micro,
     Numbers,
     PassModel,
-    evenness,
     numbers_of,
     pipelined,
-    projections_of,
     stages_of,
 )
 from hpcrl.model.blocks.block import Layer, blocks_of
@@ -35,15 +34,8 @@ PACKED = 256  # sequences that are packed one by one; more are taken to need mic
 OPTIMIZER_OPERATORS = 100  # gradients' norm and AdamW, counted as in `hpcrl.forecast.time.passes`
 
 
-class Packing(NamedTuple):
-    """A replica's micro-batches, and the sequences of one in the mean."""
-
-    num_micro_batches: int
-    sequences: float
-
-
 @lru_cache(maxsize=1024)
-def packing(lengths: Lengths, sequences: int, most_tokens: int) -> Packing:
+def packing(lengths: Lengths, sequences: int, most_tokens: int) -> int:
     """How many micro-batches `hpcrl.batch.packing` makes of so many sequences."""
     few = min(sequences, PACKED)
     drawn = np.array([min(length, most_tokens) for length in lengths.sequences(few)])
@@ -53,7 +45,7 @@ def packing(lengths: Lengths, sequences: int, most_tokens: int) -> Packing:
         if len(set(drawn.tolist())) == 1:
             each = most_tokens // int(drawn[0])
         count = math.ceil(sequences / each)
-    return Packing(count, sequences / count)
+    return count
 
 
 class Passes(NamedTuple):
@@ -71,8 +63,7 @@ def micro_batch(model: PassModel, passes: Passes, lengths: Lengths) -> tuple[Mic
     samples."""
     layout = model.layout
     of_replica = math.ceil(passes.samples / layout.dp)
-    packed = packing(lengths, of_replica, passes.most_tokens)
-    count = layout.scheduled(packed.num_micro_batches)
+    count = layout.scheduled(packing(lengths, of_replica, passes.most_tokens))
     sequences = of_replica / count
     multiple = layout.token_multiple(ROW_MULTIPLE)
     tokens = math.ceil(sequences * lengths.mean / multiple) * multiple / layout.cp
@@ -102,16 +93,21 @@ def forward_cost(model: PassModel, passes: Passes, lengths: Lengths) -> Cost:
     return found + _waiting(found, passes, lengths, model.layout.dp)
 
 
-def stage_evenness(model: PassModel, passes: Passes, lengths: Lengths, *, trains: bool) -> float:
-    """Of a pass, see `evenness`."""
+def evenness(model: PassModel, passes: Passes, lengths: Lengths, *, trains: bool) -> float:
+    """Return the seconds of the mean pipeline stage in a pass as a share of those of the slowest one."""
     if len(model.stages) == 1:
         return 1.0
     micro, _ = micro_batch(model, passes, lengths)
-    return evenness(model.training(micro) if trains else model.forward(micro))
+    seconds = [stage.seconds for stage in (model.training(micro) if trains else model.forward(micro))]
+    slowest = max(seconds)
+    return sum(seconds) / len(seconds) / slowest if slowest > 0 else 1.0
 
 
 def _waiting(found: Cost, passes: Passes, lengths: Lengths, dp: int) -> Cost:
     return Cost(waiting=found.seconds * (imbalance(passes, lengths, dp) - 1.0))
+
+
+Operations: TypeAlias = "tuple[tuple[Layer, tuple[float, float]], ...]"
 
 
 class Optimizer(NamedTuple):
@@ -120,10 +116,10 @@ class Optimizer(NamedTuple):
     those in experts; empty if it computes on elements only. largest: of one matrix."""
 
     state: int
+    of_matrix: int
     is_divided: bool
     clips: bool
-    of_matrix: int | None = None
-    operations: tuple[tuple[Layer, tuple[float, float]], ...] = ()
+    operations: Operations = ()
     largest: float = 0.0
 
     @classmethod
@@ -136,39 +132,45 @@ class Optimizer(NamedTuple):
             copy + sum(ITEMSIZE[dtype] for dtype in chosen.state(is_matrix=each and is_divided).values())
             for each in (False, True)
         )
-        return cls(state, is_divided, model.optim.clip_grad > 0, of_matrix, *_operations(model.shape, chosen))
+        return cls(state, of_matrix, is_divided, model.optim.clip_grad > 0, *_operations(model.shape, chosen))
+
+    def share(self, numbers: Numbers, dense: int = 1, experts: int = 1) -> tuple[float, float]:
+        """Weights that a rank updates, and those of them in matrices of layers; dense, experts: replicas of dense
+        weights and of experts."""
+        if not self.is_divided:
+            dense = experts = 1
+        of_experts = numbers.trained_experts / experts
+        return numbers.trained_dense / dense + of_experts, numbers.in_matrices / dense + of_experts
 
     def nbytes(self, numbers: Numbers, dense: int = 1, experts: int = 1) -> float:
-        """Of a rank; dense, experts: replicas of dense weights and of experts."""
-        of_matrix = self.state if self.of_matrix is None else self.of_matrix
-        others = (of_matrix - self.state) * self.in_matrices(numbers, dense, experts)
-        return self.state * self.own(numbers, dense, experts) + others
-
-    def own(self, numbers: Numbers, dense: int, experts: int) -> float:
-        """Weights that a rank updates."""
-        if not self.is_divided:
-            return float(numbers.trained)
-        return numbers.trained_dense / dense + numbers.trained_experts / experts
-
-    def in_matrices(self, numbers: Numbers, dense: int, experts: int) -> float:
-        """Those of `own` in matrices of layers."""
-        if not self.is_divided:
-            return float(numbers.in_matrices + numbers.trained_experts)
-        return numbers.in_matrices / dense + numbers.trained_experts / experts
+        """Of a rank's share."""
+        own, in_matrices = self.share(numbers, dense, experts)
+        return self.state * own + (self.of_matrix - self.state) * in_matrices
 
 
-def _operations(
-    shape: ModelShape, chosen: OptimizerKind
-) -> tuple[tuple[tuple[Layer, tuple[float, float]], ...], float]:
+@lru_cache(maxsize=512)
+def projections_of(layer: Layer) -> tuple[tuple[tuple[int, int, bool], int], ...]:
+    """How many matrices of one size, (rows, cols) as the Hugging Face file has them, a whole layer has outside of
+    experts, and in experts."""
+    found: Counter[tuple[int, int, bool]] = Counter()
+    for is_expert, weights in ((False, layer.weights), (True, layer.expert_weights)):
+        for weight in (weight for weight in weights if len(weight.size) == 2):
+            rows, cols = weight.size
+            for own in [weight.periods * projection.rows for projection in weight.projections] or [rows]:
+                found[own, cols, is_expert] += layer.num_experts if is_expert else 1
+    return tuple(found.items())
+
+
+def _operations(shape: ModelShape, chosen: OptimizerKind) -> tuple[Operations, float]:
     """`Optimizer.operations` and `Optimizer.largest`."""
     if not chosen.operations(1, 1):
         return (), 0.0
     largest, found = 0.0, []
     for layer in dict.fromkeys(shape.layers):
         sums = [0.0, 0.0]
-        for it in projections_of(layer):
-            of_matrix = chosen.operations(it.rows, it.cols)
-            sums[it.is_expert] += it.number * of_matrix
+        for (rows, cols, is_expert), number in projections_of(layer):
+            of_matrix = chosen.operations(rows, cols)
+            sums[is_expert] += number * of_matrix
             largest = max(largest, of_matrix)
         found.append((layer, (sums[0], sums[1])))
     return tuple(found), largest
@@ -181,11 +183,8 @@ def least_states(model: RoleModel) -> list[State]:
     sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
     for stage in stages_of(shape, layout.pp, layout.vpp):
         numbers = numbers_of(shape, stage, *sizes)
-        if optim is None:
-            found.append(State(numbers.all * model.itemsize))
-            continue
-        held = Optimizer.of(model, model.itemsize).nbytes(numbers, layout.dp * layout.cp, layout.edp)
-        found.append(State(numbers.all * model.itemsize, numbers.trained * FP32, int(held)))
+        held = 0 if optim is None else int(Optimizer.of(model, model.itemsize).nbytes(numbers, *replicas(layout)))
+        found.append(State(numbers.all * model.itemsize, numbers.trained * FP32 * (optim is not None), held))
     return found
 
 
@@ -212,21 +211,15 @@ def update_cost(model: PassModel, passes: Passes, update: Update, lengths: Lengt
     return (found + _optimizer(model, update)) * update.num_updates
 
 
-def _groups(model: PassModel) -> tuple[Group, Group]:
-    """Replicas of dense weights, and of experts."""
-    layout, each = model.layout, model.ranks_per_node
-    return group_of(layout, each, "dp", "cp"), group_of(layout, each, "edp")
-
-
 def _replicas(model: PassModel, update: Update, backward: float, forward: float) -> Cost:
     """Gradients in fp32 are reduced, and if the optimizer is divided over replicas, updated weights are gathered
     (Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5). Where it overlaps with a micro-batch's passes, only
     what takes longer counts; what is reduced last cannot overlap: a stage's share of one layer."""
-    dense, experts = _groups(model)
-    network, itemsize = model.network, model.units.itemsize
+    layout, each, network, itemsize = model.layout, model.ranks_per_node, model.network, model.units.itemsize
+    groups = group_of(layout, each, "dp", "cp"), group_of(layout, each, "edp")
     reduced = gathered = 0.0
     for numbers in {*model.numbers}:
-        pair = ((numbers.trained_dense, dense), (numbers.trained_experts, experts))
+        pair = list(zip((numbers.trained_dense, numbers.trained_experts), groups, strict=True))
         collective = network.all_gather if update.optimizer.is_divided else network.all_reduce
         reduced = max(reduced, sum(collective(FP32 * count, group) for count, group in pair if count))
         if update.optimizer.is_divided:
@@ -241,21 +234,15 @@ def _optimizer(model: PassModel, update: Update) -> Cost:
     """An optimizer reads and writes the weights in fp32 and their state, reads gradients, and writes weights, of a
     rank's share; before it the gradients' norm is computed, and after it all gradients are set to zero. One that is not
     divided has no shares."""
-    dense, experts = _groups(model)
-    optimizer, itemsize = update.optimizer, model.units.itemsize
+    optimizer, itemsize, own = update.optimizer, model.units.itemsize, replicas(model.layout)
     whole = itemsize == FP32  # the weights themselves are what is updated
     each = FP32 + 2 * FP32 * whole + itemsize * (not whole) + FP32 * optimizer.clips
-    sizes = (
-        (2 * optimizer.nbytes(it, dense.size, experts.size) + each * optimizer.own(it, dense.size, experts.size), it)
-        for it in model.numbers
+    most = max(
+        2 * optimizer.nbytes(it, *own) + each * optimizer.share(it, *own)[0] + it.trained * FP32 for it in model.numbers
     )
-    most = max(nbytes + it.trained * FP32 for nbytes, it in sizes)
-    norm = Cost(
-        communication=model.network.all_reduce(
-            FP32, group_of(model.layout, model.ranks_per_node, "tp", "cp", "dp", "pp")
-        )
-    )
-    return model.units.moved(most, OPTIMIZER_OPERATORS) + norm + _matrices(model, optimizer)
+    norm = model.network.all_reduce(FP32, group_of(model.layout, model.ranks_per_node, "tp", "cp", "dp", "pp"))
+    moved = model.units.moved(most, OPTIMIZER_OPERATORS)
+    return moved + Cost(communication=norm) + _matrices(model, optimizer)
 
 
 def _matrices(model: PassModel, optimizer: Optimizer) -> Cost:
@@ -263,7 +250,6 @@ def _matrices(model: PassModel, optimizer: Optimizer) -> Cost:
     sent to the owners of the matrices in fp32, and back."""
     if not optimizer.largest:
         return NOTHING
-    dense, experts = _groups(model)
     ranks = group_of(model.layout, model.ranks_per_node, "tp", "cp", "dp")
     most = NOTHING
     for stage, numbers in zip(model.stages, model.numbers, strict=True):
@@ -272,7 +258,7 @@ def _matrices(model: PassModel, optimizer: Optimizer) -> Cost:
         of_dense, of_experts = (sum(each) for each in zip(*pairs, strict=True))
         computed = max(optimizer.largest, of_dense / ranks.size)
         computed += max(optimizer.largest, of_experts / ranks.size) if of_experts else 0.0
-        sent = FP32 * optimizer.in_matrices(numbers, dense.size, experts.size)
+        sent = FP32 * optimizer.share(numbers, *replicas(model.layout))[1]
         cost = Cost(products=computed / model.units.flops, communication=2.0 * model.network.all_to_all(sent, ranks))
         most = max(most, cost, key=lambda cost: cost.seconds)
     return most
@@ -282,14 +268,9 @@ def copied_cost(model: PassModel, parts: tuple[str, ...], optimizer: Optimizer |
     """Offloaded parts are copied to the device before a call, and back after it."""
     if not parts:
         return NOTHING
-    dense, experts = _groups(model)
-    nbytes = 0.0
-    for numbers in model.numbers:
-        found = float(numbers.all * model.units.itemsize * ("parameters" in parts))
-        if "optimizer" in parts and optimizer is not None:
-            found += optimizer.nbytes(numbers, dense.size, experts.size)
-        nbytes = max(nbytes, found)
-    return Cost(copies=2.0 * nbytes / host_copy)
+    itemsize, held = model.units.itemsize * ("parameters" in parts), optimizer if "optimizer" in parts else None
+    sizes = (it.all * itemsize + (held.nbytes(it, *replicas(model.layout)) if held else 0.0) for it in model.numbers)
+    return Cost(copies=2.0 * max(sizes) / host_copy)
 
 
 SIMULATED = 1024  # sequences of an engine that are scheduled one by one; of more, each stands for several
@@ -321,10 +302,6 @@ class Engine:
     model: PassModel
     most_tokens: int
 
-    def generate(self, work: Work, lengths: Lengths) -> Cost:
-        """Return the cost until the last sequence has ended, of the engine that has the longest one."""
-        return generation_cost(self, work, lengths)
-
     def steadily(self, work: Work, lengths: Lengths, running: float) -> Cost:
         """Return the cost in an engine that never stops. New sequences take the places of those that end, so that
         `running` sequences run at any time."""
@@ -342,10 +319,7 @@ class Engine:
         return self.model.forward(micro)[0] * calls
 
     def decode(self, steps: Iterable[Steps]) -> Cost:
-        found = NOTHING
-        for num_steps, running in steps:
-            found = found + self.step(running) * num_steps
-        return found
+        return sum((self.step(running) * num_steps for num_steps, running in steps), NOTHING)
 
     def step(self, running: float) -> Cost:
         """Return the cost of one token for each of the running sequences, without reads of the KV cache.
@@ -380,6 +354,7 @@ def computations_of(model: PassModel) -> list[tuple[Computation, int]]:
 
 @lru_cache(maxsize=1024)
 def generation_cost(engine: Engine, work: Work, lengths: Lengths) -> Cost:
+    """Return the cost until the last sequence has ended, of the engine that has the longest one."""
     if work.sequences == 0:
         return NOTHING
     steps = schedule(lengths, work.sequences, work.slots, work.total)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from hpcrl.config import yaml_core
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.roles import KEYS, RoleSpec, offloaded
+from hpcrl.config.roles import KEYS, RoleSpec
 from hpcrl.config.schema import AUTO, Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.memory.memory import TrainingPlan, binary, with_keys
@@ -267,7 +267,7 @@ def _placed(role: str, job: TrainingPlan) -> str:
     text = f"{axes} dp {placed.dp} on ranks {placed.ranks[0]}-{placed.ranks[-1]}"
     if spec is None or not spec.max_tokens:
         return text
-    away = [KEYS[part].removesuffix("_offload") for part in offloaded(job.config, spec)]
+    away = [KEYS[part].removesuffix("_offload") for part in job.away(role)]
     text += f", micro-batches of {spec.token_budget(job.config)} tokens"
     return f"{text}, offloads {' '.join(away)}" if away else text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -35,6 +35,15 @@ class Span(NamedTuple):
     ranks: tuple[int, ...]
     start: float
     end: float
+
+    @property
+    def phase(self) -> str:
+        return self.task.partition("/")[0]
+
+    @property
+    def step(self) -> int:
+        """0: there is only one."""
+        return int(self.task.partition("/")[2] or 0)
 
 
 def timeline(tasks: Sequence[Task], cores: float | None = None, ranks_per_node: int = 1) -> list[Span]:
@@ -120,89 +129,70 @@ GENERATES = ("gen", "gen_max", "judge")
 STEPS = 4  # of an asynchronous job; the last ones take as long as any later one
 
 
-class Step(NamedTuple):
-    """seconds: from the end of a step to that of the next one."""
-
-    seconds: float
-    spans: list[Span]
-
-
-def step_of(timed: Sequence[Timed], cfg: AsyncTrainingConfig, cores: float | None, ranks_per_node: int) -> Step:
-    """The step's timeline, in the job's mode."""
+def step_of(
+    timed: Sequence[Timed], cfg: AsyncTrainingConfig, cores: float | None, ranks_per_node: int
+) -> tuple[float, list[Span]]:
+    """Seconds from the end of a step to that of the next one, and the step's timeline, in the job's mode."""
     mode, each, threshold = cfg.mode, ranks_per_node, cfg.staleness_threshold
     if mode == "sync":
         spans = timeline(_synchronous(timed), cores, each)
-        return Step(max(span.end for span in spans), spans)
+        return max(span.end for span in spans), spans
     steps = STEPS + (threshold if mode == "bounded_staleness" else 0)
     tasks = _one_step_off(timed, steps) if mode == "one_step_off" else _streaming(timed, steps, threshold)
     spans = timeline(tasks, cores, each)
     ends = [
-        max(span.end for span in spans if span.task.endswith(f"/{step}") and not span.task.startswith(GENERATES))
+        max(span.end for span in spans if span.step == step and not span.task.startswith(GENERATES))
         for step in range(1, steps + 1)
     ]
     half = steps // 2
-    return Step((ends[-1] - ends[half - 1]) / (steps - half), spans)
+    return (ends[-1] - ends[half - 1]) / (steps - half), spans
 
 
-def groups_of(timed: Sequence[Timed]) -> tuple[list[Timed], list[Timed], list[Timed], list[Timed]]:
-    """Phases of samples; that read them, and overlap on ranks of their own; that need all columns, and overlap; and the
-    rest, the refit and the archive."""
-    samples = [it for it in timed if it.name in GENERATES or it.name == "reward"]
-    columns = [it for it in timed if it.kind == "forward" and it.name != "adv" and it not in samples]
-    updates = [it for it in timed if it.kind == "train"]
-    rest = [it for it in timed if it.kind in ("refit", "save")]
-    return samples, columns, updates, rest
+def _tasks(timed: Sequence[Timed], part: str, step: str, after: tuple[str, ...]) -> list[Task]:
+    """The phases that are a part of the step: "gen", "score", "adv", or by their kind what reads the samples
+    ("forward"), "train", "refit" and "save". Those of a part overlap on ranks of their own."""
+    parts = {"gen": "gen", "gen_max": "gen", "judge": "score", "reward": "score", "adv": "adv"}
+    mine = [it for it in timed if parts.get(it.name, it.kind) == part]
+    return [Task(f"{it.name}{step}", it.ranks, it.cost.seconds, after, it.demand) for it in mine]
 
 
-def _chain(timed: Sequence[Timed], step: str, first: tuple[str, ...]) -> list[Task]:
-    """The trainer's part of a step, after the tasks `first`."""
-    _, columns, updates, _ = groups_of(timed)
-    tasks = [_task(it, step, first) for it in columns]
-    before = tuple(task.name for task in tasks) or first
-    tasks += [_task(it, step, before) for it in timed if it.name == "adv"]
-    after = tuple(task.name for task in tasks if task.name.startswith("adv")) or before
-    return tasks + [_task(it, step, after) for it in updates]
-
-
-def _task(it: Timed, step: str, after: tuple[str, ...]) -> Task:
-    return Task(f"{it.name}{step}", it.ranks, it.cost.seconds, after, it.demand)
+def _names(tasks: Iterable[Task]) -> tuple[str, ...]:
+    return tuple(task.name for task in tasks)
 
 
 def _sampled(timed: Sequence[Timed], step: str, after: tuple[str, ...]) -> list[Task]:
     """Generation, then scores."""
-    samples, _, _, _ = groups_of(timed)
-    tasks: list[Task] = []
-    for it in samples:
-        scores = it.name in ("reward", "judge")
-        before = tuple(task.name for task in tasks if task.name.startswith("gen")) if scores else after
-        tasks.append(_task(it, step, before or after))
-    return tasks
+    generated = _tasks(timed, "gen", step, after)
+    return generated + _tasks(timed, "score", step, _names(generated))
+
+
+def _trained(timed: Sequence[Timed], step: str, first: tuple[str, ...]) -> list[Task]:
+    """The trainer's part of a step, after the tasks `first`."""
+    columns = _tasks(timed, "forward", step, first)
+    advantages = _tasks(timed, "adv", step, _names(columns) or first)
+    return columns + advantages + _tasks(timed, "train", step, _names(advantages))
 
 
 def _synchronous(timed: Sequence[Timed]) -> list[Task]:
     tasks = _sampled(timed, "", ())
-    tasks += _chain(timed, "", tuple(task.name for task in tasks))
-    for it in groups_of(timed)[3]:
-        tasks.append(_task(it, "", tuple(task.name for task in tasks)))
-    return tasks
+    tasks += _trained(timed, "", _names(tasks))
+    tasks += _tasks(timed, "refit", "", _names(tasks))
+    return tasks + _tasks(timed, "save", "", _names(tasks))
 
 
 def _one_step_off(timed: Sequence[Timed], steps: int) -> list[Task]:
     """Step k waits for its samples, updates the engine's weights, has the next samples begun, and trains: see
     `hpcrl.run.rollouts.stepwise.OneStepOff`."""
-    rest = groups_of(timed)[3]
-    tasks = _sampled(timed, "/1", ())
+    tasks = samples = _sampled(timed, "/1", ())
     trained: tuple[str, ...] = ()
     for step in range(1, steps + 1):
         mine = f"/{step}"
-        samples = tuple(task.name for task in tasks if task.name.endswith(mine))
-        refits = [_task(it, mine, (*samples, *trained)) for it in rest if it.kind == "refit"]
-        begun = tuple(task.name for task in refits) or (*samples, *trained)
-        chain = _chain(timed, mine, begun)
-        tasks += [*refits, *_sampled(timed, f"/{step + 1}", begun), *chain]
-        saved = [_task(it, mine, tuple(task.name for task in chain)) for it in rest if it.kind == "save"]
-        tasks += saved
-        trained = tuple(task.name for task in (*chain, *saved))
+        refits = _tasks(timed, "refit", mine, (*_names(samples), *trained))
+        samples = _sampled(timed, f"/{step + 1}", _names(refits))
+        chain = _trained(timed, mine, _names(refits))
+        saved = _tasks(timed, "save", mine, _names(chain))
+        tasks = [*tasks, *refits, *samples, *chain, *saved]
+        trained = _names([*chain, *saved])
     return tasks
 
 
@@ -210,21 +200,19 @@ def _streaming(timed: Sequence[Timed], steps: int, threshold: int) -> list[Task]
     """Generation of the samples of step k begins with weights of version k - 1 - threshold, and a refit interrupts it:
     see `hpcrl.run.rollouts.streaming.Streaming`. The refit counts as the trainer's task and as work of the
     engine."""
-    rest = groups_of(timed)[3]
+    rest = [it for it in timed if it.kind in ("refit", "save")]
     interrupted = sum(it.cost.seconds for it in rest if it.kind == "refit")
     actor = next(it.ranks for it in timed if it.role == "actor")
     tasks: list[Task] = []
     trained: tuple[str, ...] = ()
     for step in range(1, steps + 1):
         version = step - 1 - threshold
-        begun = (f"update_weights/{version}",) if version >= 1 else ()
-        samples = _sampled(timed, f"/{step}", begun)
+        samples = _sampled(timed, f"/{step}", (f"update_weights/{version}",) if version >= 1 else ())
         samples[0] = replace(samples[0], seconds=samples[0].seconds + interrupted)
-        chain = _chain(timed, f"/{step}", (*(task.name for task in samples), *trained))
-        ended = tuple(task.name for task in chain)
-        last = [Task(f"{it.name}/{step}", actor, it.cost.seconds, ended) for it in rest]
+        chain = _trained(timed, f"/{step}", (*_names(samples), *trained))
+        last = [Task(f"{it.name}/{step}", actor, it.cost.seconds, _names(chain)) for it in rest]
         tasks += [*samples, *chain, *last]
-        trained = tuple(task.name for task in (*chain, *last))
+        trained = _names([*chain, *last])
     return tasks
 
 
@@ -287,18 +275,18 @@ def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction
     timed = [it._replace(cost=fitted(it.cost, machine, it.name)) for it in times.phases()]
     inside = [it for it in timed if it.name not in APART]
     mode, each = job.config.async_training, job.config.job.ntasks_per_node
-    step = step_of(inside, mode, machine.node.cores, each)
-    took = {name: span.end - span.start for name, span in _of_step(step.spans).items()}
+    seconds, spans = step_of(inside, mode, machine.node.cores, each)
+    took = {name: span.end - span.start for name, span in _of_step(spans).items()}
     parts, phases = {}, {}
     for it in timed:
         ideal = it.cost.seconds
         phases[it.name] = took.get(it.name, ideal)
         cost = it.cost + Cost(waiting=max(0.0, phases[it.name] - ideal))
         parts[it.name] = cost.shares() if cost.seconds > 0 else {}
-    seconds = step.seconds + sum(it.cost.seconds for it in timed if it.name in APART)
+    seconds += sum(it.cost.seconds for it in timed if it.name in APART)
     tokens = job.derived.samples_per_step * lengths.mean
     roles = {it.name: it.role for it in timed}
-    return Prediction(seconds, phases, parts, tokens / seconds, tuple(step.spans), roles)
+    return Prediction(seconds, phases, parts, tokens / seconds, tuple(spans), roles)
 
 
 LOAD_METRIC = "actor/moe_load_imbalance/mean"
@@ -320,11 +308,5 @@ def forget_lengths() -> None:
 
 def _of_step(spans: Sequence[Span]) -> dict[str, Span]:
     """The span of each phase, of several steps in the last one but one, which has others beside it."""
-    steps = [int(span.task.rpartition("/")[2]) for span in spans if "/" in span.task]
-    wanted = max(steps) - 1 if steps else 0
-    found = {}
-    for span in spans:
-        name, _, step = span.task.partition("/")
-        if not step or int(step) == wanted:
-            found[name] = span
-    return found
+    wanted = max((span.step for span in spans), default=0) - 1
+    return {span.phase: span for span in spans if span.step in (0, wanted)}
