@@ -38,11 +38,9 @@ def staged_bytes(job: TrainingPlan) -> int:
     per_rank = 0
     for role, model in job.models.items():
         if model.optim is not None:
-            stages = range(model.layout.pp)
-            state = max((job.states[role, stage] for stage in stages), key=lambda state: state.total)
-            per_rank += state.parameters // model.layout.dp + state.optimizer
-            if model.itemsize == FP32:
-                per_rank += state.gradients // model.layout.dp  # the optimizer's own copy is written, too
+            state = max((job.states[role, n] for n in range(model.layout.pp)), key=lambda state: state.total)
+            copy = state.gradients if model.itemsize == FP32 else 0  # the optimizer's own is written, too
+            per_rank += state.parameters // model.layout.dp + state.optimizer + copy // model.layout.dp
     return per_rank
 
 

@@ -88,10 +88,14 @@ class TrainingPlan:
         return check(self.config, job.nodes * job.ntasks_per_node, own_roles=self.own_roles)
 
     @cached_property
+    def known(self) -> dict[str, RoleSpec]:
+        """All roles by name."""
+        return {spec.name: spec for spec in with_own(PLACED, self.own_roles)}
+
+    @cached_property
     def specs(self) -> dict[str, RoleSpec]:
         """Roles for which megatron builds a model."""
-        known = {spec.name: spec for spec in with_own(PLACED, self.own_roles)}
-        return {role: known[role] for role in self.derived.roles if known[role].head is not None}
+        return {role: self.known[role] for role in self.derived.roles if self.known[role].head is not None}
 
     @cached_property
     def refit(self) -> Resharding:
@@ -234,18 +238,17 @@ class TrainingPlan:
 
     def away(self, role: str) -> tuple[Part, ...]:
         """What of a role's model is in host memory while other roles compute."""
-        return offloaded(self.config, JUDGE if role == JUDGE.name else self.specs[role])
+        return offloaded(self.config, self.known[role])
+
+    @staticmethod
+    def needed(role: str, phase: Phase) -> tuple[Part, ...]:
+        """What of a role's model a phase has on the device."""
+        return NEEDED[phase.kind] if role == phase.role or (role == "actor" and phase.kind == "refit") else ()
 
     def on_device(self, phase: Phase, place: Place) -> list[State]:
         """State on the device in a phase, of each of the place's roles."""
-        found = []
-        for role in self._roles(place):
-            needed: tuple[Part, ...] = ()
-            if role == phase.role or (role == "actor" and phase.kind == "refit"):
-                needed = NEEDED[phase.kind]
-            away = [part for part in self.away(role) if part not in needed]
-            found.append(self.states[role, place.stages[role]].without(away))
-        return found
+        away = {role: {*self.away(role)}.difference(self.needed(role, phase)) for role in self._roles(place)}
+        return [self.states[role, place.stages[role]].without(parts) for role, parts in away.items()]
 
     def on_host(self, place: Place) -> int:
         """Bytes of a rank's host memory that hold offloaded state."""

@@ -120,11 +120,8 @@ class RoleModel:
         if self.chosen is None or not self.chosen.is_sharded:
             return self._undivided(stage)
         frozen = [shard for shard in self.shards(stage) if not self.is_trained(shard)]
-        numel = dict.fromkeys((FP32, self.itemsize), 0)
         buffers = list(self._buffers(stage))
-        for buffer in buffers:
-            numel[buffer.itemsize] += buffer.buckets[-1].end
-        parameters = sum(itemsize * count for itemsize, count in numel.items())
+        parameters = sum(buffer.itemsize * buffer.buckets[-1].end for buffer in buffers)
         parameters += sum(math.prod(shard.local_shape) * self._itemsize(shard) for shard in frozen)
         ranks = [rank] if rank is not None else [it for it in self.layout.ranks if self.layout.coord(it).pp == stage]
         # Dense weights and experts are divided over replicas of their own; context-parallel ranks are replicas here.
@@ -134,7 +131,8 @@ class RoleModel:
             places = {(dense, 0) for dense, _ in places}
         most = max(sum(buffer.divided(place[buffer.is_expert]) for buffer in buffers) for place in places)
         scalars = len({buffer.is_expert for buffer in buffers}) * self._scalars
-        return State(parameters, FP32 * sum(numel.values()), most + scalars, scalars)
+        gradients = FP32 * sum(buffer.buckets[-1].end for buffer in buffers)
+        return State(parameters, gradients, most + scalars, scalars)
 
     def update(self, stage: int) -> int:
         """Bytes that an optimizer's step takes besides its state: where it needs whole matrices, this rank's ranges of
@@ -278,11 +276,10 @@ def checkpoint_bytes(config: Config, models: Mapping[str, RoleModel]) -> dict[st
     """Bytes by role: weights and optimizer state of trained models; also of the Hugging Face directory and the
     adapter."""
     roles = {role: _saved(model) for role, model in models.items() if model.optim is not None}
-    if config.trainer.save_hf and "actor" in roles:
-        actor = models["actor"]
+    actor = models["actor"] if "actor" in roles else None
+    if config.trainer.save_hf and actor is not None:
         roles["hugging face"] = _numel(replace(actor, lora=None)) * actor.itemsize
-    if config.model.lora_rank > 0 and "actor" in roles:
-        actor = models["actor"]
+    if config.model.lora_rank > 0 and actor is not None:
         roles["lora adapter"] = _numel(actor, trained=True) * actor.itemsize
     return roles
 

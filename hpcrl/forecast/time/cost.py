@@ -179,40 +179,34 @@ class Network(NamedTuple):
         bandwidth = self.outside.bandwidth
         return Hop(self.outside.latency, bandwidth if self.shared is None else min(bandwidth, self.shared / busy))
 
-    def link(self, group: Group) -> Hop:
-        """What each hop of a ring over the group has. Between nodes, a ring of a GPU for each of a node's members
-        shares the bytes (NCCL's channels), until the links inside a node limit it."""
-        inside = self.inside
+    def link(self, group: Group) -> float:
+        """Bytes per second of each hop of a ring over the group. Between nodes, a ring of a GPU for each of a node's
+        members shares the bytes (NCCL's channels), until the links inside a node limit it."""
+        inside, share = self.inside.bandwidth, interpolated(self.shares, group.size)
         if group.is_inside:
-            return Hop(inside.latency, inside.bandwidth * interpolated(self.shares, group.size))
-        link = self.between(group.busy)
-        bandwidth = ring_link(inside.bandwidth, link.bandwidth, group.per_node if self.has_rings else 1)
-        return Hop(link.latency, bandwidth * interpolated(self.shares, group.size))
+            return inside * share
+        return ring_link(inside, self.between(group.busy).bandwidth, group.per_node if self.has_rings else 1) * share
 
     def contended(self, group: Group) -> float:
         """Seconds in which the ranks wait for one of them that has no core. They are part of a task that takes longer
         where ranks share cores, and are divided by how much longer."""
-        return self.contention * min(1.0, self.cores / group.busy) if self.cores is not None else 0.0
+        return self.contention * min(1.0, (self.cores or math.inf) / group.busy) * (group.size > 1)
 
     def all_gather(self, nbytes: float, group: Group) -> float:
         """Ring: (n - 1) (latency + B / n / bandwidth), of B bytes that all ranks have in the end (Thakur, Rabenseifner
         and Gropp 2005, section 4.1). A reduce-scatter of B bytes takes the same (section 4.3). Of the hops, one fewer
         than nodes are between nodes, as in NCCL's tuning model."""
-        if group.size < 2:
-            return 0.0
         return self.contended(group) + self._ring(nbytes, group)
 
     def _ring(self, nbytes: float, group: Group) -> float:
         hops = group.size - 1
-        return self._latency(hops, group.nodes - 1) + hops * nbytes / group.size / self.link(group).bandwidth
+        return self._latency(hops, group.nodes - 1) + hops * nbytes / group.size / self.link(group)
 
     def all_reduce(self, nbytes: float, group: Group) -> float:
         """The faster of a ring, a reduce-scatter and an all-gather, and of recursive doubling, lg n (latency + B /
         bandwidth), which suits short messages (Thakur et al. 2005, section 4.5); its last rounds are between nodes."""
-        if group.size < 2:
-            return 0.0
         rounds, far = (math.ceil(math.log2(count)) for count in (group.size, group.nodes))
-        doubling = self._latency(rounds, far) + rounds * nbytes / self.link(group).bandwidth
+        doubling = self._latency(rounds, far) + rounds * nbytes / self.link(group)
         return self.contended(group) + min(2 * self._ring(nbytes, group), doubling)
 
     def _latency(self, hops: int, far: int) -> float:
@@ -222,8 +216,6 @@ class Network(NamedTuple):
     def all_to_all(self, nbytes: float, group: Group) -> float:
         """Each rank sends B / n bytes to each other rank; what leaves its node takes the network, the rest at the same
         time the links inside (Thakur et al. 2005, section 4.4, pairwise exchange)."""
-        if group.size < 2:
-            return 0.0
         inside, between = self.inside, self.between(group.busy)
         near, far = group.per_node - 1, group.size - group.per_node
         latency = near * inside.latency + far * between.latency

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -89,10 +88,6 @@ class Lengths:
         """Mean tokens of the longest of `count` responses: sum of x_i ((i / k)^count - ((i - 1) / k)^count), the first
         order statistic from above of k equally likely values (David and Nagaraja 2003, Order Statistics, 2.1)."""
         return _longest(self.responses, count)
-
-    def running(self, tokens: int) -> float:
-        """Share of responses with more than `tokens` tokens: those that still run after so many."""
-        return 1 - bisect_right(self.responses, tokens) / len(self.responses)
 
     def drawn(self, count: int) -> tuple[int, ...]:
         """`count` responses, ascending, that stand for as many draws."""

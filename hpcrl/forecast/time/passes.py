@@ -198,11 +198,11 @@ class PassModel:
 
     def forward(self, micro: Micro) -> list[Cost]:
         """Return the cost of a pass without gradients on each stage."""
-        return self._of_stages(micro, self.operators, trains=False)
+        return self._of_stages(micro, trains=False)
 
     def training(self, micro: Micro) -> list[Cost]:
         """Return the cost of a forward and a backward pass on each stage, with what is recomputed."""
-        return self._of_stages(micro, TRAINING, trains=True)
+        return self._of_stages(micro, trains=True)
 
     def batch(self, micro: Micro) -> MicroBatch:
         """Return a micro-batch as blocks see it."""
@@ -210,9 +210,9 @@ class PassModel:
         fixed = self.units.itemsize, self.sequence_parallel, self.lora
         return MicroBatch(self.layout, tokens, *fixed, load_imbalance=self.load_imbalance)
 
-    def _of_stages(self, micro: Micro, operators: Operators, *, trains: bool) -> list[Cost]:
-        batch, kinds = self.batch(micro), {layer: None for stage in self.stages for layer, _ in stage.layers}
-        layers = {layer: LayerCost(self, micro, batch, layer) for layer in kinds}
+    def _of_stages(self, micro: Micro, *, trains: bool) -> list[Cost]:
+        kinds = {layer: None for stage in self.stages for layer, _ in stage.layers}
+        layers = {layer: LayerCost(self, micro, layer) for layer in kinds}
         each = {layer: it.training() if trains else it.forward() for layer, it in layers.items()}
         again = {layer: it.again() for layer, it in layers.items()} if trains and self.recompute else {}
         found = {}
@@ -221,30 +221,27 @@ class PassModel:
             if again:
                 cost = cost + _of_stage(stage, again) * self._share_again(stage)
             cost = cost + self._ends(stage, micro, trains=trains)
-            found[stage] = self._launched(cost, stage, layers, operators, micro)
+            found[stage] = self._launched(cost, stage, layers, micro, trains=trains)
         return [found[stage] for stage in self.stages]
 
     def _launched(
-        self, cost: Cost, stage: Stage, layers: Mapping[Layer, LayerCost], operators: Operators, micro: Micro
+        self, cost: Cost, stage: Stage, layers: Mapping[Layer, LayerCost], micro: Micro, *, trains: bool
     ) -> Cost:
         """Return the cost with the host's time for all operators of a micro-batch, in place of those that it has. A
         GPU's host is ahead of it, so that only what takes longer than the GPU's work counts."""
+        operators = TRAINING if trains else self.operators
         count = operators.of_batch(self.layout) + operators.of_head(self.head) * stage.is_last
         count += operators.sequence * micro.tokens / micro.length
         for layer, number in stage.layers:
             it = layers[layer]
             each = operators.of_layer(it.computations, self.layout, len(it.adapters))
-            if operators is TRAINING and self.recompute is not None and self.recompute.granularity == "full":
+            if trains and self.recompute is not None and self.recompute.granularity == "full":
                 each += FORWARD.of_layer(it.computations, self.layout) * self._share_again(stage)
             count += number * each
         launches = count * operators.launches * self.units.launch
         if self.units.is_ahead:
             launches = max(0.0, launches - (cost.seconds - cost.launches))
         return cost._replace(launches=launches)
-
-    def backward_share(self) -> float:
-        """Return the backward pass's share of the time of a training pass, about."""
-        return 0.5 if self.lora is not None else 2 / 3
 
     def send(self, micro: Micro) -> float:
         """Return the seconds in which a stage sends a micro-batch's activations to the next one, or gradients back."""
@@ -261,12 +258,11 @@ class PassModel:
     def _ends(self, stage: Stage, micro: Micro, *, trains: bool) -> Cost:
         """Return the cost of the embedding and the head, if the stage has them."""
         shape, units, found = self.shape, self.units, NOTHING
-        hidden = shape.hidden_size * units.itemsize
-        passes = 2 if trains else 1
+        nbytes, passes = micro.tokens * (shape.hidden_size * units.itemsize), 2 if trains else 1
         if stage.is_first:
-            found = found + units.moved(passes * 2.0 * micro.tokens * hidden)
             gathers = passes * (1 if self.batch(micro).shares_tokens else 2)
-            found = found + Cost(communication=gathers * self.network.all_gather(micro.tokens * hidden, self.tp_group))
+            gathered = Cost(communication=gathers * self.network.all_gather(nbytes, self.tp_group))
+            found = found + units.moved(2.0 * passes * nbytes) + gathered
         if stage.is_last:
             found = found + self._head(micro, trains=trains)
         return found
@@ -297,8 +293,11 @@ class LayerCost:
 
     model: PassModel
     micro: Micro
-    batch: MicroBatch
     layer: Layer
+
+    @cached_property
+    def batch(self) -> MicroBatch:
+        return self.model.batch(self.micro)
 
     @cached_property
     def computations(self) -> tuple[Computation, ...]:
@@ -323,19 +322,15 @@ class LayerCost:
         input again for the gradient of the weights: three gathers for two (Korthikanti et al. 2022, arXiv:2205.05198,
         section 4.2.2). Gradients are added to those of other micro-batches.
         """
-        is_frozen, parts = self.batch.lora is not None, self.layer.parts(self.batch.layout)
-        found = sum(map(self._products, self.computations), NOTHING) * (2.0 if is_frozen else 3.0)
+        is_frozen, computations = self.batch.lora is not None, self.computations
+        found = sum(map(self._products, computations), NOTHING) * (2.0 if is_frozen else 3.0)
         found = found + sum(self._low_rank(), NOTHING) * 3.0
-        found = (
-            found
-            + sum(map(self._core, self.computations), NOTHING) * (1 + BACKWARD_ATTENTION)
-            + self._elementwise() * 3.0
-        )
-        found = found + self.model.units.moved(2.0 * FP32 * (0 if is_frozen else sum(part.numel for part in parts)))
+        core = sum(map(self._core, computations), NOTHING) * (1 + BACKWARD_ATTENTION)
+        numel = 0 if is_frozen else sum(part.numel for part in self.layer.parts(self.batch.layout))
+        found = found + core + self._elementwise() * 3.0 + self.model.units.moved(2.0 * FP32 * numel)
         reductions = self._reductions() * (2.5 if self.batch.shares_tokens else 2.0)
-        return found + Cost(
-            communication=reductions + sum(self._exchanged(it, trains=True) for it in self.computations)
-        )
+        exchanged = sum(self._exchanged(it, trains=True) for it in computations)
+        return found + Cost(communication=reductions + exchanged)
 
     def again(self) -> Cost:
         """Return the cost of what the backward pass computes again: all of the layer, or blocks (Chen et al. 2016,

@@ -13,23 +13,10 @@ from hpcrl.config.schema import RecomputeConfig
 from hpcrl.forecast.memory.generation import GIB, EngineMemory
 from hpcrl.forecast.memory.memory import NEEDED, Phase, TrainingPlan
 from hpcrl.forecast.memory.state import FP32
-from hpcrl.forecast.time.cost import Cost, Moved, Network, Units, group_of, refit_cost, refit_shares
+from hpcrl.forecast.time import samples
+from hpcrl.forecast.time.cost import NOTHING, Cost, Moved, Network, Units, group_of, refit_cost, refit_shares
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import ENGINE, GRAPH, PassModel, Recompute, numbers_of, stages_of
-from hpcrl.forecast.time.samples import (
-    Engine,
-    Optimizer,
-    Passes,
-    Update,
-    Work,
-    computations_of,
-    copied_cost,
-    evenness,
-    forward_cost,
-    generation_cost,
-    least_states,
-    update_cost,
-)
 from hpcrl.machine.machine_file import Dtype, Machine
 from hpcrl.model.shape import ModelShape
 
@@ -90,7 +77,8 @@ class JobTimes:
             if phase.kind == "train" and all(it.kind != "train" for it in found):
                 found.append(Timed("adv", "actor", "forward", actor, self._advantages()))
             if phase.kind in costs:
-                name, cost = "gen" if phase.name == "rollout" else phase.name, costs[phase.kind](phase)
+                name = "gen" if phase.name == "rollout" else phase.name
+                cost = costs[phase.kind](phase) + self.copied(phase, self.job.away(phase.role))
                 found.append(Timed(name, phase.role, phase.kind, ranks, cost, self._evenness(phase)))
             if phase.name == "rollout" and self.job.derived.needs_reward_baseline:
                 found.append(Timed("gen_max", phase.role, phase.kind, ranks, self._greedy()))
@@ -136,17 +124,15 @@ class JobTimes:
             load_imbalance=self.job.specs[role].architecture(config).moe.load_imbalance or 1.0,
         )
 
-    def passes(self, phase: Phase) -> Passes:
+    def passes(self, phase: Phase) -> samples.Passes:
         """The samples of a pass over a step, or of one optimizer step."""
         config, derived = self.job.config, self.job.derived
-        samples = derived.samples_per_step
+        count = derived.samples_per_step
         if phase.kind == "train":
-            count = self.updates(phase)
             epochs = derived.critic_ppo_epochs if phase.name == "update_critic" else config.actor.ppo_epochs
-            samples = math.ceil(samples * epochs / count)
-        spec = self.job.specs[phase.role]
-        head = self.job.models[phase.role].head
-        return Passes(samples, spec.token_budget(config), config.trainer.balance_batch, head != "reward")
+            count = math.ceil(count * epochs / self.updates(phase))
+        budget, head = self.job.specs[phase.role].token_budget(config), self.job.models[phase.role].head
+        return samples.Passes(count, budget, config.trainer.balance_batch, head != "reward")
 
     def updates(self, phase: Phase) -> int:
         """Optimizer steps of a step."""
@@ -154,60 +140,58 @@ class JobTimes:
         return derived.critic_updates_per_step if phase.name == "update_critic" else derived.actor_updates_per_step
 
     def _forward(self, phase: Phase) -> Cost:
-        model = self.pass_model(phase.role, phase)
-        return forward_cost(model, self.passes(phase), self.lengths) + self.copied(phase, self.job.away(phase.role))
+        return samples.forward_cost(self.pass_model(phase.role, phase), self.passes(phase), self.lengths)
 
     def _update(self, phase: Phase) -> Cost:
         model, config = self.pass_model(phase.role, phase), self.job.config
-        optimizer, ddp = Optimizer.of(self.job.models[phase.role], model.units.itemsize), config.model.ddp
+        optimizer, ddp = samples.Optimizer.of(self.job.models[phase.role], model.units.itemsize), config.model.ddp
         overlaps = self.on_gpu and model.layout.dp * model.layout.cp > 1
         reduces = overlaps if ddp.overlap_grad_reduce is None else ddp.overlap_grad_reduce
         may_gather = overlaps and optimizer.is_divided and model.lora is None
         gathers = may_gather if ddp.overlap_param_gather is None else ddp.overlap_param_gather
-        update = Update(optimizer, self.updates(phase), reduces, gathers)
-        cost = update_cost(model, self.passes(phase), update, self.lengths)
-        return cost + self.copied(phase, self.job.away(phase.role))
+        update = samples.Update(optimizer, self.updates(phase), reduces, gathers)
+        return samples.update_cost(model, self.passes(phase), update, self.lengths)
 
     def _evenness(self, phase: Phase) -> float:
         """1 on machines whose ranks share no cores, where it is not used."""
         if self.machine.node.cores is None or phase.work is None:
             return 1.0
         trains = phase.kind == "train"
-        return evenness(self.pass_model(phase.role, phase), self.passes(phase), self.lengths, trains=trains)
+        return samples.evenness(self.pass_model(phase.role, phase), self.passes(phase), self.lengths, trains=trains)
 
     def copied(self, phase: Phase, away: Collection[Part]) -> Cost:
         """Copies of a call, for which what is `away` of its role comes to the device, and back after it."""
-        host_copy = self.machine.node.host_copy
-        if phase.role == JUDGE.name:
-            judge = self.job.judge
-            assert judge is not None
+        host_copy, judge = self.machine.node.host_copy, self.job.judge
+        if phase.role == JUDGE.name and judge is not None:
             return Cost(copies=2.0 * judge.weights * ("parameters" in away) / host_copy)
         moved = tuple(part for part in NEEDED[phase.kind] if part in away and part != "gradients")
-        return copied_cost(self.pass_model(phase.role, phase), moved, self._optimizer(phase.role), host_copy)
+        if not moved:
+            return NOTHING
+        return samples.copied_cost(self.pass_model(phase.role, phase), moved, self._optimizer(phase.role), host_copy)
 
-    def _optimizer(self, role: str) -> Optimizer | None:
+    def _optimizer(self, role: str) -> samples.Optimizer | None:
         model = self.job.models[role]
-        return None if model.optim is None else Optimizer.of(model, model.itemsize)
+        return None if model.optim is None else samples.Optimizer.of(model, model.itemsize)
 
     # generation
 
     @cached_property
-    def engine(self) -> Engine:
+    def engine(self) -> samples.Engine:
         return self._engine_of(self.job.engine)
 
-    def _engine_of(self, memory: EngineMemory) -> Engine:
+    def _engine_of(self, memory: EngineMemory) -> samples.Engine:
         replays = not memory.cfg.enforce_eager
         units = Units.of(self.machine.device, DTYPES[memory.itemsize], memory.itemsize, replays=replays)
         fixed, operators = (units, units, self.network, self.ranks_per_node), GRAPH if units.replays else ENGINE
         model = PassModel(memory.shape, memory.layout, "lm", *fixed, sequence_parallel=False, operators=operators)
-        return Engine(model, memory.cfg.max_num_batched_tokens)
+        return samples.Engine(model, memory.cfg.max_num_batched_tokens)
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> samples.Work:
         """The sequences of an engine."""
         rollout, derived = self.job.config.rollout, self.job.derived
         prompts = self._sequences / (rollout.n if rollout.enable_prefix_caching else 1)
-        return Work(self._sequences, prompts, derived.samples_per_step, self._slots(rollout.max_num_seqs))
+        return samples.Work(self._sequences, prompts, derived.samples_per_step, self._slots())
 
     @property
     def _sequences(self) -> int:
@@ -216,10 +200,10 @@ class JobTimes:
 
     def _generated(self, phase: Phase) -> Cost:
         if phase.role == JUDGE.name:
-            return self._judged(phase)
+            return self._judged()
         if (running := self.steady) is not None:
             return self.engine.steadily(self.work, self.lengths, min(self.work.slots, running))
-        return generation_cost(self.engine, self.work, self.lengths)
+        return samples.generation_cost(self.engine, self.work, self.lengths)
 
     @property
     def steady(self) -> int | None:
@@ -233,9 +217,10 @@ class JobTimes:
         """One response more per prompt."""
         each, n = self.work, self.job.config.rollout.n
         sequences = math.ceil(each.total / n / self.job.layouts["rollout"].dp)
-        return generation_cost(self.engine, Work(sequences, sequences, each.total // n, each.slots), self.lengths)
+        work = samples.Work(sequences, sequences, each.total // n, each.slots)
+        return samples.generation_cost(self.engine, work, self.lengths)
 
-    def _judged(self, phase: Phase) -> Cost:
+    def _judged(self) -> Cost:
         """A question for each sample, whose answer has the largest length."""
         judge = self.job.judge
         assert judge is not None
@@ -243,41 +228,37 @@ class JobTimes:
         sequences = math.ceil(total / judge.layout.dp)
         prompt = min(cfg.max_prompt_length, round(self.lengths.mean))
         lengths = Lengths.fixed(prompt, cfg.max_response_length)
-        engine = self._engine_of(judge)
-        cost = generation_cost(engine, Work(sequences, sequences, total, cfg.max_num_seqs), lengths)
-        return cost + self.copied(phase, self.job.away(phase.role))
+        work = samples.Work(sequences, sequences, total, cfg.max_num_seqs)
+        return samples.generation_cost(self._engine_of(judge), work, lengths)
 
-    def _slots(self, most: int) -> int:
+    def _slots(self) -> int:
         """Sequences that run at once: at most as the engine allows, and as the KV cache holds at their mean length."""
         model = self.engine.model
-        cached = sum(count * it.cached_width for it, count in computations_of(model))
+        cached = sum(count * it.cached_width for it, count in samples.computations_of(model))
         each = self.lengths.mean * cached * model.units.itemsize
-        return max(1, min(most, int(self._kv_cache() / each)))
+        return max(1, min(self.job.config.rollout.max_num_seqs, int(self._kv_cache() / each)))
 
     def _kv_cache(self) -> float:
         """Bytes, as `TrainingPlan` has them, from the weights of the fullest rank."""
         config, memory, capacity = self.job.config, self.machine.device.memory_gib, self.job.capacity
         if self.on_gpu and memory is not None:
             capacity = int(min(config.job.gpu_memory_gib, memory) * GIB)
-        resident = int(self._resident()) if self.resident_beside is None else self.resident_beside
+        resident = self._resident() if self.resident_beside is None else self.resident_beside
         if config.rollout.engine == "tensorrt_llm":
             resident += int(self.engine_bytes / self.engine.model.layout.tp)
         return float(self.job.engine.kv_cache(capacity, resident))
 
-    def _resident(self) -> float:
+    def _resident(self) -> int:
         """Bytes of models that stay on the rollout's ranks while they generate, of the fullest stage of each."""
-        job, rollout, total = self.job, set(self._ranks("rollout")), 0.0
-        for role, model in job.models.items():
-            if rollout.isdisjoint(model.layout.ranks):
-                continue
-            total += max(state.without(job.away(role)).total for state in least_states(model))
-        return total
+        job, ranks = self.job, set(self._ranks("rollout"))
+        there = {role: model for role, model in job.models.items() if not ranks.isdisjoint(model.layout.ranks)}
+        states = {role: samples.least_states(model) for role, model in there.items()}
+        return sum(max(it.without(job.away(role)).total for it in states[role]) for role in there)
 
     @cached_property
     def engine_bytes(self) -> float:
         """Of the whole model in the engine's dtype."""
-        shape = self.engine.model.shape
-        return float(whole_numbers(shape) * self.engine.model.units.itemsize)
+        return float(whole_numbers(self.job.engine.shape) * self.job.engine.itemsize)
 
     # the rest
 
@@ -288,7 +269,7 @@ class JobTimes:
         bandwidth, aliases = self.machine.device.memory_bandwidth, self.job.aliases
         cost = refit_cost(shares, self.engine_bytes, self.network, bandwidth, busy, aliases=aliases)
         away = ("parameters",) if "parameters" in self.job.away("actor") else ()
-        return cost + copied_cost(self.pass_model("actor"), away, None, self.machine.node.host_copy)
+        return cost + samples.copied_cost(self.pass_model("actor"), away, None, self.machine.node.host_copy)
 
     def stage_shares(self) -> tuple[float, ...]:
         """Of the actor's weights, the share of each pipeline stage."""
@@ -299,11 +280,10 @@ class JobTimes:
 
     def _advantages(self) -> Cost:
         """Elementwise work on the responses' tokens, on one rank of each of the actor's replicas."""
-        tokens = self.job.derived.samples_per_step * self.lengths.response / self.job.derived.roles["actor"].dp
-        device = self.machine.device
-        return Cost(
-            memory=COLUMNS * FP32 * tokens / device.memory_bandwidth, launches=ADVANTAGE_OPERATORS * device.launch
-        )
+        derived, device = self.job.derived, self.machine.device
+        tokens = derived.samples_per_step * self.lengths.response / derived.roles["actor"].dp
+        moved = COLUMNS * FP32 * tokens / device.memory_bandwidth
+        return Cost(memory=moved, launches=ADVANTAGE_OPERATORS * device.launch)
 
     def _archive(self) -> Cost:
         tokens = self.lengths.mean + COLUMNS * self.lengths.response
@@ -312,21 +292,14 @@ class JobTimes:
     def _save(self) -> Cost:
         """What a save takes of each step: the loop waits for it, or only for the copy in host memory
         (trainer.checkpoint.async_save)."""
-        trainer = self.job.config.trainer
-        nbytes, ranks = sum(self.checkpoint_bytes().values()), len(self._saving_ranks())
-        copied = nbytes / ranks / self.machine.node.host_copy
-        return Cost(copies=(copied if trainer.checkpoint.async_save else self.writing()) / trainer.save_freq)
+        trainer, node = self.job.config.trainer, self.machine.node
+        copied = sum(self.checkpoint_bytes().values()) / len(self._saving_ranks()) / node.host_copy
+        return Cost(copies=(copied if trainer.checkpoint.async_save else self.saved(node.write)) / trainer.save_freq)
 
-    def writing(self) -> float:
-        """Seconds of a save, until it is in the file system. All nodes write at the same time."""
-        return sum(self.checkpoint_bytes().values()) / self.machine.node.write / self._saving_nodes()
-
-    def reading(self) -> float:
-        """Seconds in which the nodes read a save."""
-        return sum(self.checkpoint_bytes().values()) / self.machine.node.read / self._saving_nodes()
-
-    def _saving_nodes(self) -> int:
-        return max(1, len(self._saving_ranks()) // self.ranks_per_node)
+    def saved(self, rate: float) -> float:
+        """Seconds in which all nodes at the same time write or read a save, each so many bytes per second."""
+        nodes = max(1, len(self._saving_ranks()) // self.ranks_per_node)
+        return sum(self.checkpoint_bytes().values()) / rate / nodes
 
     def checkpoint_bytes(self) -> dict[str, float]:
         """By role: weights and optimizer state of trained models."""

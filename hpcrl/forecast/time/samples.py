@@ -17,14 +17,7 @@ from hpcrl.batch.packing import micro_batches
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State, replicas
 from hpcrl.forecast.time.cost import NOTHING, Cost, group_of
 from hpcrl.forecast.time.lengths import Lengths, spread
-from hpcrl.forecast.time.passes import (
-    Micro,
-    Numbers,
-    PassModel,
-    numbers_of,
-    pipelined,
-    stages_of,
-)
+from hpcrl.forecast.time.passes import Micro, Numbers, PassModel, numbers_of, pipelined, stages_of
 from hpcrl.model.blocks.block import Layer, blocks_of
 from hpcrl.model.blocks.micro_batch import Computation
 from hpcrl.model.shape import ModelShape
@@ -206,7 +199,7 @@ def update_cost(model: PassModel, passes: Passes, update: Update, lengths: Lengt
     found = pipelined(stages, count, model.layout.vpp, model.send(micro), sends=2)
     found = found + _waiting(found, passes, lengths, model.layout.dp)
     slowest = max(stages, key=lambda stage: stage.seconds).seconds
-    backward = slowest * model.backward_share()
+    backward = slowest * (2 / 3 if model.lora is None else 0.5)
     found = found + _replicas(model, update, backward, slowest - backward)
     return (found + _optimizer(model, update)) * update.num_updates
 

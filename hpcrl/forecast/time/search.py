@@ -33,7 +33,7 @@ import numpy as np
 
 from hpcrl.config.derive import Derived
 from hpcrl.config.placement import PlacedRole, divisors
-from hpcrl.config.roles import KEYS, PLACED, Part, RoleSpec, offloaded, with_own
+from hpcrl.config.roles import KEYS, Part, RoleSpec, offloaded
 from hpcrl.config.schema import Config, RolePlacement
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.memory.fixes import tightest
@@ -89,8 +89,7 @@ class Space:
         whole |= {"job.nodes": self.nodes, "placement.pools": {"all": "*"}, "async_training.mode": "sync"}
         self.base = TrainingPlan(with_keys(config, whole), self.own_roles)
         self.limit = math.inf if self.base.capacity is None else self.base.capacity * (1 - RESERVE)  # bytes of a GPU
-        known, judge = {spec.name: spec for spec in with_own(PLACED, self.own_roles)}, self.base.judge
-        self.specs = {role: known[role] for role in self.base.derived.roles}
+        judge, self.specs = self.base.judge, {role: self.base.known[role] for role in self.base.derived.roles}
         self.others = tuple(role for role in self.specs if role not in ("actor", "rollout"))
         self.shapes = dict.fromkeys(self.specs, job_shape(config)) | ({} if judge is None else {"judge": judge.shape})
         self.shapes |= {role: model.shape for role, model in self.base.models.items()}
@@ -158,13 +157,11 @@ class Space:
         """Sizes of each axis."""
         shape, now = self.shapes[role], getattr(self.template.placement, role)
         inside = [size for size in divisors(count) if size <= self.per_node]
-        contexts = (
-            0 if unsupported(shape.layers, "planned_cp") else self.base.derived.max_sequence_length // CONTEXT_TOKENS
-        )
+        longest = 0 if unsupported(shape.layers, "planned_cp") else self.base.derived.max_sequence_length
         found = {"tp": inside, **dict.fromkeys(AXES[1:], [1])}
         if not self.specs[role].is_engine:
             found["pp"] = [pp for pp in divisors(count) if pp <= shape.num_layers]
-            found["cp"] = [cp for cp in inside if cp <= max(1, contexts)]
+            found["cp"] = [cp for cp in inside if cp <= max(1, longest // CONTEXT_TOKENS)]
             found["vpp"] = [vpp for vpp in divisors(shape.num_layers) if vpp <= MOST_CHUNKS]
             if shape.routed is not None:
                 found["ep"], found["etp"] = divisors(shape.routed.num_experts), inside

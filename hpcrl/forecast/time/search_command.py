@@ -32,7 +32,6 @@ from hpcrl.runtime.job import run_directory
 from hpcrl.sandbox.new_files import draft_of, read_json_or
 
 SETUP = 300.0  # starting MPI, imports and building the models, where no slice of the run has measured it
-MINUTE = 60
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,10 @@ class Slice:
 
 
 class Division(NamedTuple):
-    """slices: their number. steps: of a slice that is not the last one. seconds: from the start of the first slice to
+    """slices: their number. seconds: from the start of the first slice to
     the end of the last one, without the queue; all but the last take their whole wall time."""
 
     slices: int
-    steps: int
     seconds: float
 
 
@@ -75,7 +73,7 @@ def divide(steps: int, step: float, its: Slice) -> Division | None:
         return None
     slices = math.ceil(steps / each)
     left = steps - (slices - 1) * each
-    return Division(slices, each, (slices - 1) * its.length + its.setup + left * step + its.save)
+    return Division(slices, (slices - 1) * its.length + its.setup + left * step + its.save)
 
 
 def order(nodes: int, steps: int | None, step: float, its: Slice) -> tuple[float, ...]:
@@ -97,24 +95,13 @@ def shortest(steps: int, step: float, its: Slice, limit: float | None) -> float 
     return None if division is None else its.needed(math.ceil(steps / division.slices), step)
 
 
-def slice_of(
-    job: TrainingPlan, machine: Machine, lengths: Lengths, length: float, measured: Mapping[str, float] | None = None
-) -> Slice:
-    """The slice of a job on a machine. measured: the run's times.json, whose set-up and save count if it has them."""
-    measured, times, cfg = measured or {}, JobTimes(job, machine, lengths), job.config
-    save = max(times.writing() / machine.efficiency.get("save_checkpoint", 1.0), measured.get("save_s", 0.0))
-    setup = measured.get("setup_s", SETUP + times.reading())
-    # Ranks stop at the signal, or when the next phase and a save would not leave the margin.
-    return Slice(length, setup, save, max(float(cfg.job.signal_seconds), save + cfg.trainer.walltime_margin))
-
-
 def counted(slices: int) -> str:
     return "1 slice" if slices == 1 else f"{slices} slices"
 
 
 def clock(seconds: float, limit: float | None = None) -> str:
     """[D-]HH:MM:SS, in whole minutes that are not fewer; at most the limit."""
-    whole = MINUTE * math.ceil(seconds / MINUTE)
+    whole = 60 * math.ceil(seconds / 60)
     whole = whole if limit is None else min(whole, math.floor(limit))
     days, rest = divmod(whole, 24 * 3600)
     text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
@@ -141,9 +128,8 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
     if parsed.machine is None:
         raise ConfigError("found --search without --machine; name a machine of configs/machines or a file")
     if not has_rollout(job):
-        raise InputError(
-            "--search is for jobs of `hpcrl train` and jobs of your own like it; other jobs have no rollout"
-        )
+        why = "jobs of `hpcrl train` and jobs of your own like it; other jobs have no rollout"
+        raise InputError(f"--search is for {why}")
     machine, config = read_machine(parsed.machine), job.read_config(path, overrides)
     if parsed.objective == "walltime" and config.job.time == AUTO:
         raise ConfigError("found --objective walltime with job.time=auto; set job.time, within which steps are to end")
@@ -200,7 +186,7 @@ class Asked:
         """What is to be smallest over numbers of nodes."""
         nodes, seconds = result.job.config.job.nodes, result.prediction.seconds
         if self.objective == "walltime":
-            return order(nodes, self.steps, seconds, self._slice(result))
+            return order(nodes, self.steps, seconds, self.slice(result.job, result.job.config.job.time_seconds))
         return (seconds * (nodes if self.objective == "node-hours" else 1),)
 
     def cost(self, result: Result) -> str:
@@ -209,15 +195,23 @@ class Asked:
         if self.objective != "walltime":
             hours = its.nodes * seconds / 3600
             return f"{hours * steps:,.4g} node-hours for {steps} steps" if steps else f"{hours:.4g} node-hours per step"
-        each = self._slice(result).num_steps(seconds)
-        if steps is None or (division := divide(steps, seconds, self._slice(result))) is None:
+        within = self.slice(result.job, its.time_seconds)
+        each = within.num_steps(seconds)
+        if steps is None or (division := divide(steps, seconds, within)) is None:
             return f"{each} steps end within {its.time}"
         hours, slices = division.seconds / 3600, counted(division.slices)
         took = f"{steps} steps take {slices} of {its.time}, {hours:.4g} h, {its.nodes * hours:,.4g} node-hours"
         return took if division.slices == 1 else f"{took}; {each} end within one"
 
-    def _slice(self, result: Result) -> Slice:
-        return slice_of(result.job, self.machine, self.lengths, result.job.config.job.time_seconds, self.measured)
+    def slice(self, job: TrainingPlan, length: float) -> Slice:
+        """A slice of the job, with what the run's slices have measured of set-up and save."""
+        measured, machine, cfg = self.measured, self.machine, job.config
+        times = JobTimes(job, machine, self.lengths)
+        written = times.saved(machine.node.write) / machine.efficiency.get("save_checkpoint", 1.0)
+        save = max(written, measured.get("save_s", 0.0))
+        setup = measured.get("setup_s", SETUP + times.saved(machine.node.read))
+        # Ranks stop at the signal, or when the next phase and a save would not leave the margin.
+        return Slice(length, setup, save, max(float(cfg.job.signal_seconds), save + cfg.trainer.walltime_margin))
 
     def fits_nowhere(self, nodes: int) -> str:
         """The line for a job without a layout that fits: what is missing, and on how many nodes there is one."""
@@ -276,16 +270,12 @@ def difference(best: Result, other: Result) -> str:
     """The phase that the other one loses most in."""
     mine, its = best.prediction.phases, other.prediction.phases
     name = max(its, key=lambda name: its[name] - mine.get(name, 0.0))
-    lost, more = (
-        f"{its[name]:.4g} s and not {mine.get(name, 0.0):.4g}",
-        other.prediction.seconds - best.prediction.seconds,
-    )
-    return f"{name} takes {lost}, of a difference of {more:.4g} s per step"
+    lost, more = its[name], other.prediction.seconds - best.prediction.seconds
+    return f"{name} takes {lost:.4g} s and not {mine.get(name, 0.0):.4g}, of a difference of {more:.4g} s per step"
 
 
 def scaling(found: Mapping[int, Result], cost: Callable[[Result], str]) -> Iterator[str]:
-    first, *_ = found
-    ideal = first * found[first].prediction.seconds
+    ideal = next(nodes * its.prediction.seconds for nodes, its in found.items())
     yield f"  {'nodes':>6}{'s per step':>12}{'tokens/s':>12}{'efficiency':>12}  cost"
     for nodes, result in found.items():
         step = result.prediction

@@ -57,22 +57,18 @@ def timeline(tasks: Sequence[Task], cores: float | None = None, ranks_per_node: 
     Raises ValueError for a task that comes after one that is later in the list, or is not in it.
     """
     _check(tasks)
-    left = [task.seconds for task in tasks]
-    starts: dict[int, float] = {}
-    ends: dict[int, float] = {}
-    ended: set[str] = set()
-    waiting, running, now = list(range(len(tasks))), list[int](), 0.0
-    while waiting or running:
-        _start(tasks, waiting, running, ended, starts, now)
+    left, now = [task.seconds for task in tasks], 0.0
+    starts, ends = dict[int, float](), dict[int, float]()
+    while len(ends) < len(tasks):
+        starts |= dict.fromkeys(_ready(tasks, starts, ends), now)
+        running = [number for number in starts if number not in ends]
         rates = _rates([tasks[number] for number in running], cores, ranks_per_node)
         step = min(left[number] / rate for number, rate in zip(running, rates, strict=True))
         now += step
         for number, rate in zip(running, rates, strict=True):
             left[number] -= step * rate
-        for number in [number for number in running if left[number] <= 1e-12 * max(tasks[number].seconds, 1e-300)]:
-            running.remove(number)
-            ends[number] = now
-            ended.add(tasks[number].name)
+            if left[number] <= 1e-12 * max(tasks[number].seconds, 1e-300):
+                ends[number] = now
     return [Span(task.name, task.ranks, starts[place], ends[place]) for place, task in enumerate(tasks)]
 
 
@@ -87,19 +83,15 @@ def _check(tasks: Sequence[Task]) -> None:
         before.add(task.name)
 
 
-def _start(
-    tasks: Sequence[Task], waiting: list[int], running: list[int], ended: set[str], starts: dict[int, float], now: float
-) -> None:
-    """Move tasks from `waiting` to `running` whose ranks are free and not due to run an earlier task first."""
-    taken = [tasks[number].ranks for number in running]
-    for number in list(waiting):
-        task = tasks[number]
-        is_free = all(_are_disjoint(task.ranks, ranks) for ranks in taken)
-        if is_free and ended.issuperset(task.after):
-            waiting.remove(number)
-            running.append(number)
-            starts[number] = now
-        taken.append(task.ranks)
+def _ready(tasks: Sequence[Task], starts: Collection[int], ends: Collection[int]) -> list[int]:
+    """Tasks that have not started, whose ranks are free and not due to run an earlier task first."""
+    ended, found, taken = {tasks[number].name for number in ends}, [], list[tuple[int, ...]]()
+    for number, task in enumerate(tasks):
+        if number not in ends:
+            is_free = number not in starts and all(_are_disjoint(task.ranks, ranks) for ranks in taken)
+            found += [number] if is_free and ended.issuperset(task.after) else []
+            taken.append(task.ranks)
+    return found
 
 
 def _rates(running: Sequence[Task], cores: float | None, ranks_per_node: int) -> list[float]:
@@ -282,7 +274,7 @@ def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction
         ideal = it.cost.seconds
         phases[it.name] = took.get(it.name, ideal)
         cost = it.cost + Cost(waiting=max(0.0, phases[it.name] - ideal))
-        parts[it.name] = cost.shares() if cost.seconds > 0 else {}
+        parts[it.name] = cost.shares()
     seconds += sum(it.cost.seconds for it in timed if it.name in APART)
     tokens = job.derived.samples_per_step * lengths.mean
     roles = {it.name: it.role for it in timed}

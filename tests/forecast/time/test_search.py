@@ -270,9 +270,9 @@ HOUR = Slice(length=3600.0, setup=300.0, save=60.0, reserve=300.0)  # 3000 s for
 
 def test_forty_steps_in_slices_of_an_hour() -> None:
     """17 steps of 170 s, 17 more, and 6 of them after two whole hours: 7200 + 300 + 1020 + 60 s."""
-    assert divide(40, 170.0, HOUR) == Division(slices=3, steps=17, seconds=8580.0)
-    assert divide(17, 170.0, HOUR) == Division(1, 17, 300.0 + 17 * 170.0 + 60.0)
-    assert divide(3, 1000.0, HOUR) == Division(1, 3, 3360.0)  # the third ends where the reserve begins
+    assert divide(40, 170.0, HOUR) == Division(slices=3, seconds=8580.0)
+    assert divide(17, 170.0, HOUR) == Division(1, 300.0 + 17 * 170.0 + 60.0)
+    assert divide(3, 1000.0, HOUR) == Division(1, 3360.0)  # the third ends where the reserve begins
     assert divide(1, 3001.0, HOUR) is None
 
 
