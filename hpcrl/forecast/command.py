@@ -23,7 +23,7 @@ from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO
 from hpcrl.engine.refit.planner import RankTraffic
 from hpcrl.forecast.memory.fixes import cheapest_fix, tightest
-from hpcrl.forecast.memory.memory import GIB, MIB, Phase, Row, TrainingPlan, binary, size
+from hpcrl.forecast.memory.memory import GIB, MIB, Row, TrainingPlan, binary, size
 from hpcrl.forecast.memory.state import FP32, checkpoint_bytes, kept_checkpoints, rollout_bytes
 from hpcrl.forecast.time import calibrate, search_command
 from hpcrl.forecast.time import table as time_table
@@ -123,11 +123,9 @@ def _heading(path: str, job: TrainingPlan) -> Iterator[str]:
     works = {phase.role: phase.work for phase in job.phases if phase.work}
     for role, placed in job.derived.roles.items():
         layout = f"tp {placed.tp}  pp {placed.pp}  dp {placed.dp}"
-        line = f"  {role:<8} {layout:<20} ranks {format_spans(placed.ranks)}"
-        if role in works:
-            work = works[role]
-            line += f", micro-batches of {work.tokens} tokens, {work.rows} with outputs"
-        yield line
+        work = works.get(role)
+        batches = f", micro-batches of {work.tokens} tokens, {work.rows} with outputs" if work else ""
+        yield f"  {role:<8} {layout:<20} ranks {format_spans(placed.ranks)}{batches}"
 
 
 def _states(job: TrainingPlan, cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
@@ -149,13 +147,9 @@ def _phases(job: TrainingPlan, rows: Sequence[Row], cells: Callable[[Sequence[in
                 groups.setdefault((*row[2:], row.total), []).append(row)
         for numbers, members in groups.items():
             ranks = sorted(rank for row in members for rank in row.place.ranks)
-            yield f"  {phase.name:<14}{_stages(phase, members):<8}{_ranks(ranks):<12}{cells(numbers)}"
-
-
-def _stages(phase: Phase, rows: Sequence[Row]) -> str:
-    """Pipeline stages of the role that works."""
-    stages = sorted({row.place.stages[phase.role] for row in rows if phase.role in row.place.stages})
-    return format_spans(stages) if stages and phase.work else "-"
+            stages = sorted({row.place.stages.get(phase.role, 0) for row in members})
+            of_role = format_spans(stages) if phase.work else "-"
+            yield f"  {phase.name:<14}{of_role:<8}{_ranks(ranks):<12}{cells(numbers)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -220,13 +214,12 @@ def _built(job: TrainingPlan) -> Iterator[str]:
         platform.import_megatron()
         from hpcrl.forecast.memory.meta import parameter_bytes
 
-    start, count = time.perf_counter(), 0
+    start, count = time.perf_counter(), sum(model.layout.pp for model in job.models.values())
     for role, model in job.models.items():
         for stage in range(model.layout.pp):
             built, planned = parameter_bytes(model, stage), replace(model, optim=None).state(stage).parameters
             if built != planned:
                 raise RuntimeError(f"{role} of stage {stage} has {built} bytes of parameters, planned were {planned}")
-            count += 1
     seconds = time.perf_counter() - start
     yield f"  {'models':<22}{count} stages built on the meta device in {seconds:.1f} s; their parameters are as planned"
 

@@ -162,11 +162,10 @@ def table(
         yield f"  {role:<{width}}  {shape:<22}{ranks:<14}{spans}".rstrip()
     last = len(places) - 1
     for rank in sorted({0, last}):
-        where = "; ".join(
-            " ".join([role, *(f"{axis} {at}" for axis, at in coord._asdict().items() if axis != "cp")])
-            for role, coord in places[rank].coords.items()
-        )
-        yield f"  rank {rank} on {nodes[rank]}: {where or 'in no role'}"
+        where = []
+        for role, coord in places[rank].coords.items():
+            where.append(" ".join([role, *(f"{axis} {at}" for axis, at in coord._asdict().items() if axis != "cp")]))
+        yield f"  rank {rank} on {nodes[rank]}: {'; '.join(where) or 'in no role'}"
     if not problems:
         peak = round(max(place.peak for place in places) / MIB)
         light = "" if "torch" in sys.modules else "none imported torch; "

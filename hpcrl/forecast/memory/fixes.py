@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpcrl.config.roles import KEYS, REF, Part, RoleSpec
+from hpcrl.config.roles import KEYS, REF, RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.forecast.memory.memory import NEEDED, Phase, Row, TrainingPlan, binary, with_keys
 
@@ -36,10 +36,8 @@ def cheapest_fix(job: TrainingPlan) -> tuple[dict[str, object], Row] | None:
 
 def _changes(job: TrainingPlan) -> Iterator[dict[str, object]]:
     layouts, budgets, offloads = list(_layouts(job)), list(_budgets(job)), list(_more_offload(job))
-    now = job.config.rollout.gpu_memory_utilization
-    shares: list[dict[str, object]] = [
-        {"rollout.gpu_memory_utilization": share / 10} for share in range(9, 0, -1) if share / 10 < now
-    ]
+    key, now = "rollout.gpu_memory_utilization", job.config.rollout.gpu_memory_utilization
+    shares: list[dict[str, object]] = [{key: share / 10} for share in range(9, 0, -1) if share / 10 < now]
     yield from (*layouts, *budgets, *shares, *offloads)
     least = budgets[-1] if budgets else {}
     yield from (layout | least for layout in layouts)
@@ -48,9 +46,7 @@ def _changes(job: TrainingPlan) -> Iterator[dict[str, object]]:
         nodes: dict[str, object] = {"job.nodes": job.config.job.nodes * factor}
         yield nodes
         yield from (nodes | budget for budget in budgets)
-        for layout in layouts:
-            yield nodes | layout
-            yield nodes | layout | least
+        yield from (nodes | layout | more for layout in layouts for more in ({}, least))
 
 
 def _layouts(job: TrainingPlan) -> Iterator[dict[str, object]]:
@@ -146,15 +142,9 @@ def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
             yield f"{spec.path}.{spec.max_tokens} below {spec.token_budget(config)}"
         if phase.kind == "train" and config.model.recompute.granularity != "full":
             yield "model.recompute.granularity=full"
-    yield from _offloads(job, phase, row)
+    for name in (name for name in job.models if name in row.place.stages):
+        parts = NEEDED["forward" if job.models[name].optim is None else "train"]
+        for part in parts:  # on the device without need
+            if part not in (*job.away(name), *job.needed(name, phase)):
+                yield f"{job.specs[name].path}.{KEYS[part]}=true"
     yield f"a larger placement.{role}.tp or pp"
-
-
-def _offloads(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
-    """Keys that offload what this phase does not need and the rank's roles still keep on the device."""
-    for role, model in job.models.items():
-        parts: tuple[Part, ...] = NEEDED["forward" if model.optim is None else "train"]
-        kept = {*job.away(role), *job.needed(role, phase)}
-        for part in parts if role in row.place.stages else ():
-            if part not in kept:
-                yield f"{job.specs[role].path}.{KEYS[part]}=true"

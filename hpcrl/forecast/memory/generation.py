@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpcrl.config.schema import EngineConfig
+from hpcrl.model.blocks.micro_batch import FP32, INT64
 from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.cache_layout import CacheLayout, blocks_for
 from hpcrl.runtime.layout import Layout
 
-FP32, INT64 = 4, 8
 MIB, GIB = 2**20, 2**30
 
 
@@ -71,7 +71,7 @@ class PicturePass:
     @property
     def forward(self) -> int:
         """The tower's peak without gradients, in the attention or the MLP of a block."""
-        hidden, ffn, itemsize = self._hidden, self._ffn, self.itemsize
+        hidden, ffn, itemsize = self._hidden, int(self.vision.tower["intermediate_size"]), self.itemsize
         in_fp32 = 4 * hidden * FP32 + (2 * hidden * FP32 if itemsize < FP32 else 0)  # rotary embedding
         attention = max(10 * hidden * itemsize, 5 * hidden * itemsize + in_fp32)
         mlp = 3 * hidden * itemsize + (2 if self._is_qwen3 else 3) * ffn * itemsize
@@ -104,10 +104,6 @@ class PicturePass:
         return int(self.vision.tower["hidden_size"])
 
     @property
-    def _ffn(self) -> int:
-        return int(self.vision.tower["intermediate_size"])
-
-    @property
     def _rotary(self) -> int:
         """Cosines and sines of a patch."""
         return 2 * self._hidden // int(self.vision.tower["num_heads"]) * FP32
@@ -119,7 +115,7 @@ class PicturePass:
             return 0
         tower, itemsize = self.vision.tower, self.itemsize
         attention = 7 * self._hidden * itemsize + int(tower["num_heads"]) * FP32
-        mlp = (2 if self._is_qwen3 else 4) * self._ffn * itemsize
+        mlp = (2 if self._is_qwen3 else 4) * int(tower["intermediate_size"]) * itemsize
         block = attention + mlp + 2 * self._norm(has_weight=True)
         learned = 4 * (INT64 + FP32) if self._is_qwen3 else 0
         return self.vision.patch_width * itemsize + learned + self._rotary + int(tower["depth"]) * block

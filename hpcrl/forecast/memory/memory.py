@@ -25,7 +25,6 @@ from hpcrl.model.architecture import check_longest, check_towers, check_vision
 from hpcrl.model.blocks.block import unsupported
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
-from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, blocks_for
 from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
 from hpcrl.runtime.exits import InputError
@@ -154,18 +153,11 @@ class TrainingPlan:
         check_towers(shape, {self.specs[role].path: model.shape for role, model in models.items()})
         return models
 
-    @property
-    def vision(self) -> Vision | None:
-        """The policy's tower."""
-        return self.models["actor"].shape.vision
-
     @cached_property
     def engine(self) -> EngineMemory:
         """The rollout engine."""
-        longest = self.derived.max_sequence_length
-        return EngineMemory(
-            self.config.rollout, self.refit.shape, self.layouts["rollout"], self.refit.itemsize, longest
-        )
+        cfg, refit, longest = self.config.rollout, self.refit, self.derived.max_sequence_length
+        return EngineMemory(cfg, refit.shape, self.layouts["rollout"], refit.itemsize, longest)
 
     @cached_property
     def judge(self) -> EngineMemory | None:
@@ -277,39 +269,28 @@ class TrainingPlan:
     def _work(self, role: str, max_tokens: int, samples: int, entropy: bool) -> Pass:
         """Micro-batches that are as full as possible, of prompts and responses of the largest length."""
         data, model, longest = self.config.data, self.models[role], self.derived.max_sequence_length
-        layout = model.layout
-        of_replica = math.ceil(samples / layout.dp)
-        sequences = max_tokens // longest
-        multiple = layout.token_multiple(ROW_MULTIPLE)
+        layout, sequences = model.layout, max_tokens // longest
+        of_replica, multiple = math.ceil(samples / layout.dp), layout.token_multiple(ROW_MULTIPLE)
         count = layout.scheduled(math.ceil(of_replica / sequences))
         if layout.vpp > 1:  # with more micro-batches than it takes, each is less full
             sequences = math.ceil(of_replica / count)
             max_tokens = min(max_tokens, sequences * longest)
         rows = sequences if model.head == "reward" else math.ceil(max_tokens * data.max_response_length / longest)
         chunk = None if self.config.rollout.exact else self.config.trainer.head_chunk_tokens
-        return Pass(
-            model,
-            -(-max_tokens // multiple) * multiple // layout.cp,
-            math.ceil(rows / layout.cp),
-            count,
-            self.on_gpu,
-            entropy,
-            chunk,
-            self.config.model.recompute,
-            longest,
-            self.config.model.moe if model.optim is not None else None,
-            role == "actor" and self.config.actor.router_replay.mode != "disabled",
-            self._pictures(model, max_tokens, sequences),
-        )
+        tokens, rows = -(-max_tokens // multiple) * multiple // layout.cp, math.ceil(rows / layout.cp)
+        again, moe = self.config.model.recompute, self.config.model.moe if model.optim is not None else None
+        replays = role == "actor" and self.config.actor.router_replay.mode != "disabled"
+        fixed = model, tokens, rows, count, self.on_gpu, entropy, chunk, again, longest, moe, replays
+        return Pass(*fixed, self._pictures(model, max_tokens, sequences))
 
     def _pictures(self, model: RoleModel, max_tokens: int, sequences: int) -> PicturePass | None:
         """Pictures that fill the prompts of a micro-batch of at most so many sequences. While the tower is trained,
         each role encodes them, and their patches count in the size of a micro-batch."""
         data, vision, layout = self.config.data, model.shape.vision, model.layout
-        if vision is None or self.vision is None:
+        if vision is None or (tower := self.models["actor"].shape.vision) is None:
             return None
         num_ranks, patches = layout.tp * layout.cp, 0
-        if self.vision.train != "none":
+        if tower.train != "none":
             of_prompt = data.max_prompt_length * vision.merge_size**2
             of_picture = min(of_prompt, (data.max_pixels or math.inf) // vision.patch_size**2)
             cost = self.derived.max_sequence_length + int(model.shape.tokens_per_patch * of_prompt)
@@ -321,7 +302,7 @@ class TrainingPlan:
     def pictures_on_host(self, place: Place) -> int:
         """Bytes of a rank's host memory for pictures at most: features that are kept, and the columns of a step on a
         leader of the rollout and of the role with most of them."""
-        vision, data, derived = self.vision, self.config.data, self.derived
+        vision, data, derived = self.models["actor"].shape.vision, self.config.data, self.derived
         if vision is None:
             return 0
         frozen, engines = vision.train == "none", "rollout" in place.stages

@@ -69,12 +69,8 @@ class State(NamedTuple):
 
     def without(self, away: Collection[Part]) -> State:
         """The state that is left on the device."""
-        return State(
-            self.parameters * ("parameters" not in away),
-            self.gradients * ("gradients" not in away),
-            self.scalars if "optimizer" in away else self.optimizer,
-            self.scalars,
-        )
+        left = self.parameters * ("parameters" not in away), self.gradients * ("gradients" not in away)
+        return State(*left, self.scalars if "optimizer" in away else self.optimizer, self.scalars)
 
     def on_host(self, away: Collection[Part]) -> int:
         """Host memory for the offloaded parts; gradients are not kept."""
@@ -141,10 +137,8 @@ class RoleModel:
             return 0
         most = 0
         for is_expert in (False, True):
-            own = [
-                it for it in self.shards(stage) if it.is_matrix and self.is_trained(it) and it.is_expert == is_expert
-            ]
-            if own:
+            trained = filter(self.is_trained, self.shards(stage))
+            if own := [it for it in trained if it.is_matrix and it.is_expert == is_expert]:
                 ranges = sum(math.prod(shard.local_shape) for shard in own) // replicas(self.layout)[is_expert]
                 largest = max(own, key=lambda shard: math.prod(shard.global_shape))
                 rows, cols = largest.global_shape
@@ -158,12 +152,8 @@ class RoleModel:
         """Bytes to merge adapters, one matrix at a time: in fp32, and rounded."""
         if self.lora is None:
             return 0
-        targets = self.lora.targets
-        merged = (
-            shard
-            for shard in self.shards(stage)
-            if len(shard.global_shape) == 2 and any(it.name in targets for it in shard.projections)
-        )
+        matrices = [shard for shard in self.shards(stage) if len(shard.global_shape) == 2]
+        merged = [it for it in matrices if any(own.name in self.lora.targets for own in it.projections)]
         largest = max(math.prod(shard.local_shape) for shard in merged)
         return largest * (FP32 + (self.itemsize if self.itemsize < FP32 else 0))
 
@@ -269,7 +259,9 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-RESPONSE_COLUMNS = 8  # of the rollout archive, in fp32 or int32, beside the reference's and the critic's
+# Of a response's tokens, in fp32 or int32, that advantages read or write, and that the rollout archive has beside the
+# reference's and the critic's.
+RESPONSE_COLUMNS = 8
 
 
 def checkpoint_bytes(config: Config, models: Mapping[str, RoleModel]) -> dict[str, int]:

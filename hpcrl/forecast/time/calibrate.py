@@ -183,17 +183,11 @@ def newton(ratios: Sequence[Ratio], log_communication: float) -> tuple[float, fl
 
 def fitted_machine(machine: Machine, found: Mapping[str, Fitted]) -> Machine:
     """The machine with these efficiencies; of other phases it keeps its own."""
-    efficiency = {name: it.efficiency for name, it in found.items()}
-    communication = {name: it.communication for name, it in found.items() if it.communication != 1.0}
-    spread = {name: ASSUMED if it.spread is None else it.spread for name, it in found.items()}
-    return machine.model_copy(
-        update={
-            "efficiency": machine.efficiency | efficiency,
-            "communication": machine.communication | communication,
-            "spread": machine.spread | spread,
-            "measured": True,
-        }
-    )
+    efficiency = machine.efficiency | {name: it.efficiency for name, it in found.items()}
+    of_communication = {name: it.communication for name, it in found.items() if it.communication != 1.0}
+    spread = machine.spread | {name: ASSUMED if it.spread is None else it.spread for name, it in found.items()}
+    changes = {"efficiency": efficiency, "communication": machine.communication | of_communication, "spread": spread}
+    return machine.model_copy(update=changes | {"measured": True})
 
 
 def predicted(measured: Iterable[Measured], machine: Machine) -> list[tuple[Measured, Prediction]]:

@@ -9,14 +9,8 @@ from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
-from hpcrl.machine.machine_file import Device, Dtype, Machine, Rate, ring_link
+from hpcrl.machine.machine_file import Device, Dtype, Link, Machine, Rate, ring_link
 from hpcrl.runtime.layout import Layout
-
-NEAREST: dict[Dtype, tuple[Dtype, ...]] = {  # the rates to take, in this order
-    "float32": ("float32", "bfloat16"),
-    "bfloat16": ("bfloat16", "float32"),
-    "float8": ("float8", "bfloat16", "float32"),
-}
 
 
 class Cost(NamedTuple):
@@ -36,20 +30,11 @@ class Cost(NamedTuple):
     def seconds(self) -> float:
         return sum(self)
 
-    @property
-    def busy(self) -> float:
-        """Seconds in which a core computes or copies."""
-        return self.seconds - self.bubble - self.waiting
-
     def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
         return Cost(*map(add, self, other))
 
     def __mul__(self, factor: float) -> Cost:  # type: ignore[override]
         return Cost(*(seconds * factor for seconds in self))
-
-    def slowed(self, efficiency: float, communication: float = 1.0) -> Cost:
-        """All but communication takes 1 / efficiency times as long, and that 1 / communication times."""
-        return (self * (1 / efficiency))._replace(communication=self.communication / communication)
 
     def shares(self) -> dict[str, float]:
         """Each kind's share of the seconds; kinds without any are left out."""
@@ -61,14 +46,15 @@ NOTHING = Cost()
 
 
 def fitted(cost: Cost, machine: Machine, phase: str) -> Cost:
-    """A phase's cost with the machine's efficiencies."""
-    return cost.slowed(machine.efficiency.get(phase, 1.0), machine.communication.get(phase, 1.0))
+    """A phase's cost with the machine's efficiencies: of communication, and of all else."""
+    communication = cost.communication / machine.communication.get(phase, 1.0)
+    return (cost * (1 / machine.efficiency.get(phase, 1.0)))._replace(communication=communication)
 
 
 def rate_of(rates: Mapping[Dtype, Rate], dtype: Dtype) -> Rate:
     """The rate of a dtype, or of the nearest one that the machine has."""
-    found = next((rates[other] for other in NEAREST[dtype] if other in rates), None)
-    return found or next(iter(rates.values()))
+    nearest: tuple[Dtype, ...] = (dtype, "bfloat16", "float32", *rates)
+    return next(rates[other] for other in nearest if other in rates)
 
 
 class Units(NamedTuple):
@@ -144,20 +130,13 @@ def group_of(layout: Layout, ranks_per_node: int, *dims: str) -> Group:
     return Group(len(groups[0]), fewest, busy)
 
 
-class Hop(NamedTuple):
-    """Seconds of an empty message, and bytes per second."""
-
-    latency: float
-    bandwidth: float
-
-
 class Network(NamedTuple):
     """The links of a machine. shared: bytes per second of all ranks of a node; None: no limit. has_rings: whether all
     ranks of a node send to other nodes at the same time in one collective. shares: by ranks of a group, ascending.
     cores, contention: of a node, see `hpcrl.machine.machine_file.Node`."""
 
-    inside: Hop
-    outside: Hop
+    inside: Link
+    outside: Link
     shared: float | None
     has_rings: bool
     shares: tuple[tuple[int, float], ...]
@@ -167,17 +146,14 @@ class Network(NamedTuple):
     @classmethod
     def of(cls, machine: Machine, ranks_per_node: int | None = None) -> Network:
         """ranks_per_node: of the job; None: as many as the machine is made for."""
-        links = machine.links
-        inside, outside = (Hop(link.latency, link.bandwidth) for link in (links.inside, links.between))
-        is_gpu, node = machine.device.kind == "gpu", machine.node
-        shares = tuple(sorted(links.group.items()))
+        links, node, is_gpu = machine.links, machine.node, machine.device.kind == "gpu"
         is_crowded = node.cores is not None and (ranks_per_node or node.ranks) > node.cores
-        return cls(inside, outside, node.network, is_gpu, shares, node.cores, node.contention if is_crowded else 0.0)
+        cores = node.cores, node.contention if is_crowded else 0.0
+        return cls(links.inside, links.between, node.network, is_gpu, tuple(sorted(links.group.items())), *cores)
 
-    def between(self, busy: int = 1) -> Hop:
-        """Between nodes, of which each has so many ranks that communicate at the same time."""
-        bandwidth = self.outside.bandwidth
-        return Hop(self.outside.latency, bandwidth if self.shared is None else min(bandwidth, self.shared / busy))
+    def between(self, busy: int) -> float:
+        """Bytes per second between nodes, of which each has so many ranks that communicate at the same time."""
+        return min(self.outside.bandwidth, math.inf if self.shared is None else self.shared / busy)
 
     def link(self, group: Group) -> float:
         """Bytes per second of each hop of a ring over the group. Between nodes, a ring of a GPU for each of a node's
@@ -185,7 +161,7 @@ class Network(NamedTuple):
         inside, share = self.inside.bandwidth, interpolated(self.shares, group.size)
         if group.is_inside:
             return inside * share
-        return ring_link(inside, self.between(group.busy).bandwidth, group.per_node if self.has_rings else 1) * share
+        return ring_link(inside, self.between(group.busy), group.per_node if self.has_rings else 1) * share
 
     def contended(self, group: Group) -> float:
         """Seconds in which the ranks wait for one of them that has no core. They are part of a task that takes longer
@@ -216,18 +192,19 @@ class Network(NamedTuple):
     def all_to_all(self, nbytes: float, group: Group) -> float:
         """Each rank sends B / n bytes to each other rank; what leaves its node takes the network, the rest at the same
         time the links inside (Thakur et al. 2005, section 4.4, pairwise exchange)."""
-        inside, between = self.inside, self.between(group.busy)
+        inside, outside = self.inside, self.outside
         near, far = group.per_node - 1, group.size - group.per_node
-        latency = near * inside.latency + far * between.latency
+        latency = near * inside.latency + far * outside.latency
         share, bandwidth = nbytes / group.size, inside.bandwidth * interpolated(self.shares, group.per_node)
-        return self.contended(group) + latency + max(near * share / bandwidth, far * share / between.bandwidth)
+        return self.contended(group) + latency + max(near * share / bandwidth, far * share / self.between(group.busy))
 
     def send(self, nbytes: float, group: Group) -> float:
         """One message to a neighbour of the group."""
         if group.size < 2:
             return 0.0
-        link = self.inside if group.is_inside else self.between(group.busy)
-        return self.contended(group) + link.latency + nbytes / link.bandwidth
+        link = self.inside if group.is_inside else self.outside
+        bandwidth = link.bandwidth if group.is_inside else self.between(group.busy)
+        return self.contended(group) + link.latency + nbytes / bandwidth
 
 
 def interpolated(points: Sequence[tuple[int, float]], at: int) -> float:
@@ -308,11 +285,11 @@ def refit_cost(
 
     def seconds(it: Moved) -> tuple[float, float]:
         near, far = it.near * nbytes, it.far * nbytes
-        received = near / inside.bandwidth + far / between.bandwidth
-        link = between if it.far else inside
-        sent = it.sent * nbytes / link.bandwidth
+        received = near / inside.bandwidth + far / between
+        latency, rate = (network.outside.latency, between) if it.far else (inside.latency, inside.bandwidth)
+        sent = it.sent * nbytes / rate
         memory = STAGED / 2 * (near + far + it.sent * nbytes) + (0 if aliases else 2.0 * it.copied * nbytes)
-        return max(received, sent) + it.peers * link.latency, memory / bandwidth
+        return max(received, sent) + it.peers * latency, memory / bandwidth
 
     communication, memory = max(map(seconds, shares), key=sum)
     return Cost(communication=communication, memory=memory)

@@ -20,12 +20,9 @@ class Lengths:
     responses: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.prompts or not self.responses:
-            raise ValueError(f"found {len(self.prompts)} prompts, {len(self.responses)} responses; expected some")
-        if list(self.prompts) != sorted(self.prompts) or list(self.responses) != sorted(self.responses):
-            raise ValueError("found lengths that are not ascending; use Lengths.of_samples")
-        if self.prompts[0] < 0 or self.responses[0] < 1:
-            raise ValueError(f"found a length of {min(self.prompts[0], self.responses[0])}; expected 1 or more")
+        are_ascending = all(list(each) == sorted(each) for each in (self.prompts, self.responses))
+        if not self.prompts or not self.responses or not are_ascending or self.prompts[0] < 0 or self.responses[0] < 1:
+            raise ValueError("found no lengths, or not ascending or negative ones; use Lengths.of_samples")
 
     def __hash__(self) -> int:
         return self._hash

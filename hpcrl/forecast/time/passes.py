@@ -46,9 +46,7 @@ class Operators(NamedTuple):
 
     def of_layer(self, blocks: Iterable[Computation], layout: Layout, num_adapters: int = 0) -> float:
         """Return those of a layer, by the computations of its blocks. It has so many matrices of adapters."""
-        found = 0.0
-        for each, times in (launched for block in blocks for launched in block.launches):
-            found += times * getattr(each, self.run)
+        found = sum(times * getattr(each, self.run) for block in blocks for each, times in block.launches)
         found += self.tensor_parallel * (layout.tp > 1) + self.context_parallel * (layout.cp > 1)
         return found + self.adapter * num_adapters / 2
 

@@ -9,10 +9,9 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hpcrl.config.roles import JUDGE, Part
-from hpcrl.config.schema import RecomputeConfig
 from hpcrl.forecast.memory.generation import GIB, EngineMemory
 from hpcrl.forecast.memory.memory import NEEDED, Phase, TrainingPlan
-from hpcrl.forecast.memory.state import FP32
+from hpcrl.forecast.memory.state import FP32, RESPONSE_COLUMNS
 from hpcrl.forecast.time import samples
 from hpcrl.forecast.time.cost import NOTHING, Cost, Moved, Network, Units, group_of, refit_cost, refit_shares
 from hpcrl.forecast.time.lengths import Lengths
@@ -20,9 +19,7 @@ from hpcrl.forecast.time.passes import ENGINE, GRAPH, PassModel, Recompute, numb
 from hpcrl.machine.machine_file import Dtype, Machine
 from hpcrl.model.shape import ModelShape
 
-COLUMNS = 8  # of a response's tokens, in fp32, that advantages read or write, and that an archive has
 ADVANTAGE_OPERATORS = 60
-TOKEN = 4  # bytes in an archive
 DTYPES: dict[int, Dtype] = {4: "float32", 2: "bfloat16"}
 
 
@@ -40,8 +37,8 @@ class Timed(NamedTuple):
     @property
     def demand(self) -> float:
         """Cores that a rank needs in the mean: while it waits for another one it needs none."""
-        seconds = self.cost.seconds
-        return self.cost.busy / seconds * self.evenness if seconds > 0 else 1.0
+        cost, seconds = self.cost, self.cost.seconds
+        return (seconds - cost.bubble - cost.waiting) / seconds * self.evenness if seconds > 0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -106,20 +103,19 @@ class JobTimes:
     def pass_model(self, role: str, phase: Phase | None = None) -> PassModel:
         """A role's model as a phase runs it."""
         model, config, work = self.job.models[role], self.job.config, phase.work if phase else None
-        dtype, itemsize = DTYPES[model.itemsize], model.itemsize
-        device, fp8 = self.machine.device, config.model.transformer_engine.fp8
-        head_units = Units.of(device, dtype, itemsize)
+        device, itemsize, fp8 = self.machine.device, model.itemsize, config.model.transformer_engine.fp8
+        head_units = Units.of(device, DTYPES[itemsize], itemsize)
+        units = Units.of(device, "float8", itemsize) if fp8 and self.on_gpu else head_units
+        again = work.recompute if work is not None and phase is not None and phase.kind == "train" else None
+        recompute = None
+        if again is not None and again.granularity is not None:
+            recompute = Recompute(again.granularity, again.method, again.num_layers, tuple(again.modules))
+        fixed = model.shape, model.layout, model.head, units, head_units, self.network, self.ranks_per_node
         return PassModel(
-            shape=model.shape,
-            layout=model.layout,
-            head=model.head,
-            units=Units.of(device, "float8", itemsize) if fp8 and self.on_gpu else head_units,
-            head_units=head_units,
-            network=self.network,
-            ranks_per_node=self.ranks_per_node,
+            *fixed,
             sequence_parallel=model.sequence_parallel,
             lora=model.lora,
-            recompute=_recompute(work.recompute) if phase is not None and phase.kind == "train" and work else None,
+            recompute=recompute,
             recomputes_head=work is None or work.chunk_tokens is not None,
             load_imbalance=self.job.specs[role].architecture(config).moe.load_imbalance or 1.0,
         )
@@ -282,12 +278,12 @@ class JobTimes:
         """Elementwise work on the responses' tokens, on one rank of each of the actor's replicas."""
         derived, device = self.job.derived, self.machine.device
         tokens = derived.samples_per_step * self.lengths.response / derived.roles["actor"].dp
-        moved = COLUMNS * FP32 * tokens / device.memory_bandwidth
+        moved = RESPONSE_COLUMNS * FP32 * tokens / device.memory_bandwidth
         return Cost(memory=moved, launches=ADVANTAGE_OPERATORS * device.launch)
 
     def _archive(self) -> Cost:
-        tokens = self.lengths.mean + COLUMNS * self.lengths.response
-        return Cost(copies=self.job.derived.samples_per_step * tokens * TOKEN / self.machine.node.write)
+        tokens = self.lengths.mean + RESPONSE_COLUMNS * self.lengths.response
+        return Cost(copies=self.job.derived.samples_per_step * tokens * FP32 / self.machine.node.write)
 
     def _save(self) -> Cost:
         """What a save takes of each step: the loop waits for it, or only for the copy in host memory
@@ -310,12 +306,6 @@ class JobTimes:
                 copy = FP32 * (model.itemsize == FP32 and optimizer.is_divided)  # the optimizer's own, of fp32 weights
                 found[role] = numbers.all * model.itemsize + optimizer.nbytes(numbers) + copy * numbers.trained
         return found
-
-
-def _recompute(config: RecomputeConfig | None) -> Recompute | None:
-    if config is None or config.granularity is None:
-        return None
-    return Recompute(config.granularity, config.method, config.num_layers, tuple(config.modules))
 
 
 @lru_cache(maxsize=64)

@@ -42,7 +42,7 @@ def packing(lengths: Lengths, sequences: int, most_tokens: int) -> int:
 
 
 class Passes(NamedTuple):
-    """`samples` sequences over all replicas. with_outputs: whether the head is applied to all of a response's tokens,
+    """`samples` sequences over all replicas. all_outputs: whether the head is applied to all of a response's tokens,
     or to a sequence's last one."""
 
     samples: int
@@ -83,7 +83,7 @@ def forward_cost(model: PassModel, passes: Passes, lengths: Lengths) -> Cost:
     """A pass without gradients over all samples."""
     micro, count = micro_batch(model, passes, lengths)
     found = pipelined(model.forward(micro), count, model.layout.vpp, model.send(micro))
-    return found + _waiting(found, passes, lengths, model.layout.dp)
+    return found + Cost(waiting=found.seconds * (imbalance(passes, lengths, model.layout.dp) - 1.0))
 
 
 def evenness(model: PassModel, passes: Passes, lengths: Lengths, *, trains: bool) -> float:
@@ -94,10 +94,6 @@ def evenness(model: PassModel, passes: Passes, lengths: Lengths, *, trains: bool
     seconds = [stage.seconds for stage in (model.training(micro) if trains else model.forward(micro))]
     slowest = max(seconds)
     return sum(seconds) / len(seconds) / slowest if slowest > 0 else 1.0
-
-
-def _waiting(found: Cost, passes: Passes, lengths: Lengths, dp: int) -> Cost:
-    return Cost(waiting=found.seconds * (imbalance(passes, lengths, dp) - 1.0))
 
 
 Operations: TypeAlias = "tuple[tuple[Layer, tuple[float, float]], ...]"
@@ -197,7 +193,7 @@ def update_cost(model: PassModel, passes: Passes, update: Update, lengths: Lengt
     micro, count = micro_batch(model, passes, lengths)
     stages = model.training(micro)
     found = pipelined(stages, count, model.layout.vpp, model.send(micro), sends=2)
-    found = found + _waiting(found, passes, lengths, model.layout.dp)
+    found = found + Cost(waiting=found.seconds * (imbalance(passes, lengths, model.layout.dp) - 1.0))
     slowest = max(stages, key=lambda stage: stage.seconds).seconds
     backward = slowest * (2 / 3 if model.lora is None else 0.5)
     found = found + _replicas(model, update, backward, slowest - backward)

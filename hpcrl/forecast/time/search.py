@@ -93,8 +93,8 @@ class Space:
         self.others = tuple(role for role in self.specs if role not in ("actor", "rollout"))
         self.shapes = dict.fromkeys(self.specs, job_shape(config)) | ({} if judge is None else {"judge": judge.shape})
         self.shapes |= {role: model.shape for role, model in self.base.models.items()}
-        now = config.model.recompute.granularity
-        self.granularities = (None, "selective", "full") if "recompute" in self.varied else (now,)
+        varies, now = "recompute" in self.varied, config.model.recompute.granularity
+        self.granularities = (None, "selective", "full") if varies else (now,)
 
     def joined(self, placement: Placement, chosen: Sequence[Keys]) -> dict[str, object]:
         """The keys of one candidate."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from hpcrl.config.schema import AsyncTrainingConfig, Config
+from hpcrl.config.schema import Config
 from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
 from hpcrl.forecast.time.cost import Cost, fitted
 from hpcrl.forecast.time.lengths import Lengths
@@ -121,14 +121,13 @@ GENERATES = ("gen", "gen_max", "judge")
 STEPS = 4  # of an asynchronous job; the last ones take as long as any later one
 
 
-def step_of(
-    timed: Sequence[Timed], cfg: AsyncTrainingConfig, cores: float | None, ranks_per_node: int
-) -> tuple[float, list[Span]]:
+def step_of(timed: Sequence[Timed], config: Config, cores: float | None) -> tuple[float, list[Span]]:
     """Seconds from the end of a step to that of the next one, and the step's timeline, in the job's mode."""
-    mode, each, threshold = cfg.mode, ranks_per_node, cfg.staleness_threshold
+    mode, each = config.async_training.mode, config.job.ntasks_per_node
     if mode == "sync":
         spans = timeline(_synchronous(timed), cores, each)
         return max(span.end for span in spans), spans
+    threshold = config.async_training.staleness_threshold
     steps = STEPS + (threshold if mode == "bounded_staleness" else 0)
     tasks = _one_step_off(timed, steps) if mode == "one_step_off" else _streaming(timed, steps, threshold)
     spans = timeline(tasks, cores, each)
@@ -266,8 +265,7 @@ def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction
     times = JobTimes(job, machine, lengths)
     timed = [it._replace(cost=fitted(it.cost, machine, it.name)) for it in times.phases()]
     inside = [it for it in timed if it.name not in APART]
-    mode, each = job.config.async_training, job.config.job.ntasks_per_node
-    seconds, spans = step_of(inside, mode, machine.node.cores, each)
+    seconds, spans = step_of(inside, job.config, machine.node.cores)
     took = {name: span.end - span.start for name, span in _of_step(spans).items()}
     parts, phases = {}, {}
     for it in timed:

@@ -26,24 +26,13 @@ LEAST = 0.01  # share of a kind that is named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--machine",
-        metavar="NAME_OR_FILE",
-        help="seconds of a step, too, on a machine of configs/machines or of a file; without it, of job.machine",
-    )
-    parser.add_argument(
-        "--response-lengths",
-        metavar="MEAN,SIGMA",
-        help="with --machine: log-normal lengths of responses, by their mean in tokens and the standard deviation of "
-        "their logarithm, up to data.max_response_length; without it, all have that length",
-    )
-    parser.add_argument(
-        "--timeline",
-        metavar="OUT",
-        action="append",
-        default=[],
-        help="with --machine: draw the step into a .png file, or write it for Perfetto into a .json file; repeatable",
-    )
+    machine = "seconds of a step, too, on a machine of configs/machines or of a file; without it, of job.machine"
+    lengths = "with --machine: log-normal lengths of responses, by their mean in tokens and the standard deviation of "
+    lengths += "their logarithm, up to data.max_response_length; without it, all have that length"
+    timeline = "with --machine: draw the step into a .png file, or write it for Perfetto into a .json file; repeatable"
+    parser.add_argument("--machine", metavar="NAME_OR_FILE", help=machine)
+    parser.add_argument("--response-lengths", metavar="MEAN,SIGMA", help=lengths)
+    parser.add_argument("--timeline", metavar="OUT", action="append", default=[], help=timeline)
 
 
 def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
@@ -59,23 +48,17 @@ def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
     title = f"step on {machine.name}: prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f}"
     if parsed.response_lengths is not None:
         title += f" in the mean, {lengths.longest(job.derived.samples_per_step):.0f} the longest"
-    caveat = machine.caveat()
+    caveat, what = machine.caveat(), "predicted" if machine.measured else "extrapolated"
+    heading = f"{job.config.run.name} on {machine.name}, {what}: {prediction.seconds:.4g} s per step"
+    check_timelines(parsed.timeline)
     return [
         "",
         title,
         *([] if caveat is None else [f"  {caveat}"]),
         *phase_rows(prediction, machine),
         *summary_rows(job, prediction),
-        *_written(job, prediction, machine, parsed.timeline),
+        *(f"  {'timeline':<26}{write_timeline(Path(name), heading, prediction)}" for name in parsed.timeline),
     ]
-
-
-def _written(job: TrainingPlan, prediction: Prediction, machine: Machine, names: Sequence[str]) -> Iterator[str]:
-    check_timelines(names)
-    what = "extrapolated" if not machine.measured else "predicted"
-    title = f"{job.config.run.name} on {machine.name}, {what}: {prediction.seconds:.4g} s per step"
-    for name in names:
-        yield f"  {'timeline':<26}{write_timeline(Path(name), title, prediction)}"
 
 
 def lengths_of(job: TrainingPlan, text: str | None) -> Lengths:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.forecast.time.cost import Cost, Group, Network, Units, group_of, interpolated
+from hpcrl.forecast.time.cost import Cost, Group, Network, Units, fitted, group_of, interpolated
 from hpcrl.forecast.time.phases import Timed
 from hpcrl.runtime.layout import Layout
 from tests.forecast.time.machines import cpu, gpu
@@ -110,5 +110,6 @@ def test_ranks_without_cores_wait_in_collectives() -> None:
 def test_a_rank_that_waits_needs_no_core() -> None:
     cost = Cost(products=3.0, bubble=1.0)
     assert Timed("update_actor", "actor", "train", (0, 1), cost, 0.5).demand == 0.75 * 0.5
-    assert cost.slowed(0.5) == Cost(products=6.0, bubble=2.0)
-    assert Cost(communication=2.0, memory=1.0).slowed(0.5) == Cost(communication=2.0, memory=2.0)
+    half = cpu(efficiency={"gen": 0.5})
+    assert fitted(cost, half, "gen") == Cost(products=6.0, bubble=2.0) and fitted(cost, half, "adv") == cost
+    assert fitted(Cost(communication=2.0, memory=1.0), half, "gen") == Cost(communication=2.0, memory=2.0)
