@@ -195,10 +195,8 @@ class Pass:
     def forward(self, stage: int) -> tuple[int, int]:
         """Return the most bytes without gradients: activations, logits. The stage's output for the previous micro-batch
         still exists."""
-        pieces = self.pieces(stage)
-        logits = self.logits(pieces[-1])
-        resident = self._resident(stage)
-        kinds = {layer for piece in pieces for layer in self._layers(piece)}
+        pieces, resident = self.pieces(stage), self._resident(stage)
+        logits, kinds = self.logits(pieces[-1]), {layer for piece in pieces for layer in self._layers(piece)}
         inside_layer = max(layer.peak(self._batch) for layer in kinds)
         if (pictures := self.pictures) is not None and stage == 0:
             embedding = self._hidden + pictures.embedding(self._hidden, on_gpu=self.on_gpu)

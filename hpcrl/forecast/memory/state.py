@@ -115,7 +115,7 @@ class RoleModel:
         """State of a rank of a stage: of `rank`, or the largest one."""
         if self.chosen is None or not self.chosen.is_sharded:
             return self._undivided(stage)
-        frozen = [shard for shard in self.shards(stage) if not self.is_trained(shard)]
+        frozen = (shard for shard in self.shards(stage) if not self.is_trained(shard))
         buffers = list(self._buffers(stage))
         parameters = sum(buffer.itemsize * buffer.buckets[-1].end for buffer in buffers)
         parameters += sum(math.prod(shard.local_shape) * self._itemsize(shard) for shard in frozen)
@@ -159,17 +159,12 @@ class RoleModel:
 
     def _undivided(self, stage: int) -> State:
         """State of a frozen model, or of an optimizer of which every replica holds all."""
-        parameters = gradients = optimizer = 0
-        parts = set()
-        for shard in self.shards(stage):
-            numel, itemsize = math.prod(shard.local_shape), self._itemsize(shard)
-            parameters += numel * itemsize
-            if self.optim is not None and self.is_trained(shard):
-                gradients += numel * FP32
-                optimizer += numel * self.kept(shard)
-                parts.add(shard.is_expert)
-        scalars = len(parts) * self._scalars
-        return State(parameters, gradients, optimizer + scalars, scalars)
+        sizes = [(shard, math.prod(shard.local_shape)) for shard in self.shards(stage)]
+        trained = [(shard, numel) for shard, numel in sizes if self.is_trained(shard)]
+        parameters = sum(numel * self._itemsize(shard) for shard, numel in sizes)
+        optimizer = sum(numel * self.kept(shard) for shard, numel in trained)
+        scalars = len({shard.is_expert for shard, _ in trained}) * self._scalars
+        return State(parameters, FP32 * sum(numel for _, numel in trained), optimizer + scalars, scalars)
 
     @property
     def _scalars(self) -> int:

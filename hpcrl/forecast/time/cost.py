@@ -242,13 +242,13 @@ def refit_shares(
     stages: of the weights, the share of each pipeline stage; all weights of a stage count as divided by tensor
     parallelism, experts and norms too.
     """
-    own = {rank: (it.pp, it.tp) for rank in source.ranks for it in [source.coord(rank)]}
+    parts = {rank: (it.pp, it.tp) for rank in source.ranks for it in [source.coord(rank)]}
     on_node: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for rank, part in own.items():
+    for rank, part in parts.items():
         on_node[rank // ranks_per_node].add(part)
-    on_nodes = {node: frozenset(parts) for node, parts in on_node.items()}
+    on_nodes = {node: frozenset(its) for node, its in on_node.items()}
     alike = Counter(
-        (destination.coord(rank).tp, own.get(rank), on_nodes.get(rank // ranks_per_node, frozenset()))
+        (destination.coord(rank).tp, parts.get(rank), on_nodes.get(rank // ranks_per_node, frozenset()))
         for rank in destination.ranks
     )
 
@@ -266,10 +266,7 @@ def refit_shares(
         needs.append((count, held is not None, near, far, copied))
     sent = sum(count * (near + far) for count, _, near, far, _ in needs) / source.size
     most = source.pp * math.ceil(source.tp / destination.tp)
-    found = {
-        Moved(sent * sends, near, far, copied, most if near + far > 1e-9 else 0)
-        for _, sends, near, far, copied in needs
-    }
+    found = {Moved(sent * sends, near, far, own, most * (near + far > 1e-9)) for _, sends, near, far, own in needs}
     if any(rank not in destination for rank in source.ranks):
         found.add(Moved(sent, 0.0, 0.0, 0.0, 0))
     return tuple(found)

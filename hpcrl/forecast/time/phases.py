@@ -65,7 +65,13 @@ class JobTimes:
 
     def phases(self) -> list[Timed]:
         """In the order of a step; a save is one phase, with what it takes each step in the mean."""
-        return [*self.without_saves(), *self.saves()]
+        found, trainer = self.without_saves(), self.job.config.trainer
+        if trainer.save_rollouts:
+            actor = self._ranks("actor")
+            found.append(Timed("dump_rollout_generations", "actor", "save", actor, self._archive()))
+        if trainer.save_freq > 0:
+            found.append(Timed("save_checkpoint", "actor", "save", self._saving_ranks(), self._save()))
+        return found
 
     def without_saves(self) -> list[Timed]:
         found, costs = list[Timed](), {"generate": self._generated, "forward": self._forward, "train": self._update}
@@ -82,15 +88,6 @@ class JobTimes:
             if phase.kind == "refit":
                 ranks = tuple(sorted({*ranks, *actor}))
                 found.append(Timed("update_weights", phase.role, phase.kind, ranks, self._refit()))
-        return found
-
-    def saves(self) -> list[Timed]:
-        found = []
-        if self.job.config.trainer.save_rollouts:
-            actor = self._ranks("actor")
-            found.append(Timed("dump_rollout_generations", "actor", "save", actor, self._archive()))
-        if self.job.config.trainer.save_freq > 0:
-            found.append(Timed("save_checkpoint", "actor", "save", self._saving_ranks(), self._save()))
         return found
 
     def _ranks(self, role: str) -> tuple[int, ...]:
@@ -264,13 +261,14 @@ class JobTimes:
         busy = group_of(destination, self.ranks_per_node, "tp").busy
         bandwidth, aliases = self.machine.device.memory_bandwidth, self.job.aliases
         cost = refit_cost(shares, self.engine_bytes, self.network, bandwidth, busy, aliases=aliases)
-        away = ("parameters",) if "parameters" in self.job.away("actor") else ()
-        return cost + samples.copied_cost(self.pass_model("actor"), away, None, self.machine.node.host_copy)
+        if "parameters" not in self.job.away("actor"):
+            return cost
+        host_copy = self.machine.node.host_copy
+        return cost + samples.copied_cost(self.pass_model("actor"), ("parameters",), None, host_copy)
 
     def stage_shares(self) -> tuple[float, ...]:
         """Of the actor's weights, the share of each pipeline stage."""
-        model = self.pass_model("actor")
-        layout = model.layout
+        model, layout = self.pass_model("actor"), self.job.layouts["actor"]
         whole = [it.dense * layout.tp + it.experts * layout.ep * layout.etp for it in model.numbers]
         return tuple(numbers / sum(whole) for numbers in whole)
 

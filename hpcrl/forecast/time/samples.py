@@ -255,8 +255,6 @@ def _matrices(model: PassModel, optimizer: Optimizer) -> Cost:
 
 def copied_cost(model: PassModel, parts: tuple[str, ...], optimizer: Optimizer | None, host_copy: float) -> Cost:
     """Offloaded parts are copied to the device before a call, and back after it."""
-    if not parts:
-        return NOTHING
     itemsize, held = model.units.itemsize * ("parameters" in parts), optimizer if "optimizer" in parts else None
     sizes = (it.all * itemsize + (held.nbytes(it, *replicas(model.layout)) if held else 0.0) for it in model.numbers)
     return Cost(copies=2.0 * max(sizes) / host_copy)

@@ -19,14 +19,13 @@ layouts of colocated roles are chosen together, because the fastest one of each 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, reduce
-from itertools import islice, product
+from itertools import combinations, islice, product
 from typing import NamedTuple
 
 import numpy as np
@@ -129,7 +128,7 @@ class Space:
         the loop, and the first set starts behind it, at a rank where tensor-parallel groups of its node may start."""
         unit = self.per_node if self.num_ranks > self.per_node else 1
         step = unit * max(1, self.num_ranks // unit // POOL_UNITS)
-        for cuts in itertools.combinations(range(step, self.num_ranks, step), number - 1):
+        for cuts in combinations(range(step, self.num_ranks, step), number - 1):
             for first in (0,) if mode == "sync" else divisors(self.per_node):
                 bounds = first, *cuts, self.num_ranks
                 if first < bounds[1]:
@@ -143,7 +142,7 @@ class Space:
     def grids(self, role: str, count: int) -> Iterator[Keys]:
         """The layouts on `count` ranks that a role's model allows. Tensor-parallel groups stay inside a node."""
         shape, ranks = self.shapes[role], tuple(range(count))
-        for sizes in itertools.product(*self._axis_sizes(role, count)):
+        for sizes in product(*self._axis_sizes(role, count)):
             tp, pp, cp, vpp, ep, etp = sizes
             if count % (tp * pp * cp) or count % (etp * ep * pp) or tp % etp:
                 continue
@@ -328,8 +327,8 @@ class Search:
     def run(self) -> list[Result]:
         """The fastest candidates, each with another placement, or another layout of the actor or the engine."""
         frames = product(self.space.placements(), self.space.granularities)
-        combinations = sorted((it for frame in frames for it in self._combinations(*frame)), key=lambda it: it.seconds)
-        best = {(it.room, it.layout): it for it in reversed(combinations)}
+        combined = sorted((it for frame in frames for it in self._combinations(*frame)), key=lambda it: it.seconds)
+        best = {(it.room, it.layout): it for it in reversed(combined)}
         ranked = iter(sorted({(it.seconds, it.layout): it for it in best.values()}.values(), key=lambda it: it.seconds))
         found: dict[object, Result] = {}
         while not found and (few := list(islice(ranked, PREDICTED))):
