@@ -71,7 +71,7 @@ def build_model(
         if groups.layout.cp > 1:
             raise InputError("rollout.exact=true with context parallelism is not supported; set cp to 1")
         check_exact(shape, groups.layout.tp, dtype, platform.device())
-    if shape.num_experts and groups.layout.tp > 1 and not sequence_parallel:
+    if shape.routed is not None and groups.layout.tp > 1 and not sequence_parallel:
         raise ValueError("experts with tensor parallelism need sequence_parallel=True: each rank routes its own tokens")
     local = local_shards(shape, groups, head, lora)
     device = device or platform.device()

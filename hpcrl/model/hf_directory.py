@@ -92,10 +92,10 @@ class Safetensors:
         for shard in shards:
             out = weights[shard.name].view(shard.local_shape[0], -1)
             out.zero_()
-            for part in slices(shape, shard):
-                name, number = stack_of(part.hf_name)
+            for hf_name, box in slices(shape, shard):
+                name, number = stack_of(hf_name)
                 source = self._slice(name)
-                rows, cols = slice(*part.rows), slice(*part.cols)
+                rows, cols = slice(*box.global_rows), slice(*box.global_cols)
                 with self._named(name):
                     size, height = tuple(source.get_shape()), rows.stop - rows.start
                     if number is not None and size[1:] == shard.global_shape:
@@ -105,7 +105,7 @@ class Safetensors:
                     else:
                         values = source[rows, cols] if len(size) == 2 else source[rows].reshape(height, -1)[:, cols]
                 height, width = values.shape
-                out[part.local_row : part.local_row + height, part.local_col : part.local_col + width].copy_(values)
+                out[box.local_row : box.local_row + height, box.local_col : box.local_col + width].copy_(values)
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:

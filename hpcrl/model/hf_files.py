@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcrl.model.blocks.block import Box
 from hpcrl.model.families.config_json import CONFIG, family_of, hf_config
 from hpcrl.model.families.family import LANGUAGE_MODEL
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Box, Shard, shards
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.sandbox.foreign_files import open_file, read_json
 
@@ -83,24 +84,14 @@ def _hf_shard(hf_name: str, parts: list[tuple[Shard, Span]]) -> Shard:
     return Shard(shard.name, hf_name, shard.global_shape, (rows, *cols), boxes, tp_replicated=True)
 
 
-class Slice(NamedTuple):
-    """A rectangle of a Hugging Face tensor, and its place in a local Megatron tensor; cols of 1-D tensors: (0, 1)."""
-
-    hf_name: str
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-    local_row: int
-    local_col: int
-
-
-def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
-    """Yield the slices of Hugging Face's tensors that make up a rank's part of a parameter."""
+def slices(shape: ModelShape, shard: Shard) -> Iterator[tuple[str, Box]]:
+    """Yield the slices of Hugging Face's tensors that make up a rank's part of a parameter: a tensor's name, and the
+    rows and columns of that tensor; cols of 1-D tensors are (0, 1)."""
     for span, box in ((span, box) for span in spans(shape, shard) for box in shard.boxes):
-        top, bottom = max(span.row, box.global_rows[0]), min(span.row + span.rows, box.global_rows[1])
-        if top < bottom:
-            shift = span.hf_row - span.row
-            row = box.local_row + top - box.global_rows[0]
-            yield Slice(span.hf_name, (top + shift, bottom + shift), box.global_cols, row, box.local_col)
+        part, shift = box.within((span.row, span.row + span.rows), box.global_cols), span.hf_row - span.row
+        if part is not None:
+            top, bottom = part.global_rows
+            yield span.hf_name, part._replace(global_rows=(top + shift, bottom + shift))
 
 
 def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
@@ -109,9 +100,9 @@ def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[
     for shard in hf_shards(shape):
         name, number = stack_of(shard.local_name)
         expected[name] = shard.local_shape
-        if number is not None:
-            also[name] = shape.num_experts, *shard.local_shape  # as transformers 5 saves them
-            expected[name] = shape.num_experts, *reversed(shard.local_shape)
+        if number is not None and shape.routed is not None:
+            also[name] = shape.routed.num_experts, *shard.local_shape  # as transformers 5 saves them
+            expected[name] = shape.routed.num_experts, *reversed(shard.local_shape)
     for name, size in expected.items():
         if name not in found:
             yield f"no tensor {name}"
