@@ -31,9 +31,8 @@ from hpcrl.engine.optim import (
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.blocks.router import RouterLosses
-from hpcrl.model.blocks.transformer_engine import FP8_ROWS
-from hpcrl.model.build import build_model, local_shards, named_parameters
-from hpcrl.model.hf_directory import Safetensors
+from hpcrl.model.build import FP8_ROWS, build_model, local_shards, named_parameters
+from hpcrl.model.hf_files import Safetensors
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime import platform

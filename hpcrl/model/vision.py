@@ -1,9 +1,10 @@
-"""Vision-language models in numbers: the tower of config.json, and its tensors. No torch."""
+"""Vision-language models in numbers: the tower of config.json, its tensors and its operations. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -174,6 +175,37 @@ def _check_tower(vision: Vision) -> None:
 def tower_tensors(vision: Vision) -> dict[str, Size]:
     """Return name and shape of each tensor of the tower, without the family's prefix."""
     return dict(_qwen3_tensors(vision.tower) if vision.mrope_interleaved else _qwen2_5_tensors(vision.tower))
+
+
+def tower_flops(vision: Vision, grids: Iterable[Sequence[int]]) -> float:
+    """Return the operations of the vision tower's pass over pictures, given their patches in time, height and width.
+
+    2 per weight of a matrix and patch, of a merger and token, and 4 * hidden_size per pair of patches that attend to
+    each other: those of a frame, or of a window of it.
+    """
+    tower, merged = vision.tower, vision.merge_size**2
+    per_patch = 0.0
+    for name, size in tower_tensors(vision).items():
+        if len(size) > 1 and name != "pos_embed.weight":
+            per_patch += 2.0 * math.prod(size) / (merged if vision.is_merger(name) else 1)
+    num_full, window = int(tower["depth"]), 0
+    if not vision.mrope_interleaved:
+        num_full, window = len(tower["fullatt_block_indexes"]), int(tower["window_size"]) // vision.patch_size
+    total = 0.0
+    for time, height, width in grids:
+        frame = height * width
+        pairs = num_full * frame**2
+        if window:
+            squares = [side // window * window**2 + (side % window) ** 2 for side in (height, width)]
+            pairs += (int(tower["depth"]) - num_full) * squares[0] * squares[1]
+        total += time * (frame * per_patch + 4.0 * int(tower["hidden_size"]) * pairs)
+    return total
+
+
+def tower_training_factor(vision: Vision) -> float:
+    """Return the operations of training as a multiple of `tower_flops`. If only the merger is trained, its own backward
+    pass, a few percent, does not count."""
+    return 3.0 if vision.train in ("tower", "all") else 1.0
 
 
 def _linear(name: str, rows: int, cols: int) -> Iterator[tuple[str, Size]]:

@@ -30,7 +30,7 @@ from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.offload import HostMemory, Offload, Offloadable, storages_of
 from hpcrl.model.build import DTYPES, copy_boxes, initial_weight
-from hpcrl.model.hf_directory import open_weights
+from hpcrl.model.hf_files import open_weights
 from hpcrl.model.params import Shard, engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rewards.judge import Question, Sample, sample_scores

@@ -16,7 +16,7 @@ from hpcrl.batch.pictures import Picture, PictureColumn, PicturePlaces
 from hpcrl.data.image_loader import ImageLoader, index_pictures
 from hpcrl.data.images import ImageProcessor, Source
 from hpcrl.engine.microbatch import tokens_of_towers
-from hpcrl.model.operations import tower_flops
+from hpcrl.model.vision import tower_flops
 from hpcrl.observe.record.archive import ArchiveError, PictureFolder
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, ToolPicture

@@ -1,4 +1,4 @@
-"""Passes: their operations are those of `hpcrl.model.operations`, and pipelines take as long as a simulated one."""
+"""Passes: their operations are those of `hpcrl.model.shape`, and pipelines take as long as a simulated one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.passes import Micro, PassModel, Recompute, pipelined
 from hpcrl.forecast.time.training import Optimizer, Passes, Update, forward_cost, imbalance, packing, update_cost
 from hpcrl.model.blocks.mixture import most_of
-from hpcrl.model.operations import forward_flops
-from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.model.shape import Lora, ModelShape, forward_flops
 from hpcrl.runtime.layout import Layout
 from tests.forecast.memory.shapes import DEEPSEEK, MOE, SHAPE
 from tests.forecast.time.machines import gpu
