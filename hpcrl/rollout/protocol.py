@@ -163,7 +163,6 @@ class RequestSource(Protocol):
         Called about once a token. `idle`: the engine has no other work, so the call may wait. Every rank of the replica
         gets the same result of the same call.
         """
-        ...
 
 
 class RolloutEngine(Protocol):
@@ -173,19 +172,16 @@ class RolloutEngine(Protocol):
 
     def weights(self) -> dict[str, Tensor]:
         """Return this rank's shards by name, in buffers that live as long as the engine. Refit writes to them."""
-        ...
 
     def adopt(self, name: str, tensor: Tensor) -> None:
         """Replace weight `name` by `tensor`, of the same shape, dtype and device; the engine's own buffer is freed.
 
         The owner of `tensor` may change it between generations.
         """
-        ...
 
     def updating_weights(self) -> AbstractContextManager[None]:
         """Context in which `weights()` may be written. No generation may be in progress, and nothing cached outlives
         it."""
-        ...
 
     def generate(
         self,
@@ -206,12 +202,9 @@ class RolloutEngine(Protocol):
         `should_abort()` is called about once a token and returns the same on every rank of the replica; if it is true,
         running and waiting sequences end at once with finish_reason "abort" (without a call of `on_finished`).
         """
-        ...
 
     def sleep(self) -> None:
         """Free the memory that only generation needs; weights stay."""
-        ...
 
     def wake(self) -> None:
         """Allocate that memory again."""
-        ...

@@ -44,14 +44,12 @@ class Interaction(Protocol):
     def start(self, record: dict[str, Any]) -> State:
         """Return the state of a new conversation; `record` has data_source, ground_truth, extra_info, ability and
         prompt."""
-        ...
 
     def respond(self, state: State, messages: list[dict[str, str]]) -> tuple[bool, str, float | None]:
         """Return (whether the conversation ends here, the user's text if not, a score of this turn or None).
 
         `messages` are {role, content} of the response so far, the model's latest turn last. `state` may be changed.
         """
-        ...
 
 
 @dataclass(frozen=True, eq=False)

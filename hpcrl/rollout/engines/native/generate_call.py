@@ -211,7 +211,8 @@ class GenerateCall:
         chosen: list[torch.Tensor] | None = [] if self._records else None
         device = self.cache.device
         features = tokens.token_features(self.cache.dtype, device)
-        self.decoder.fill(torch.from_numpy(tokens.ids).to(device), attention, chosen, features)
+        token_ids = torch.from_numpy(tokens.ids).to(device)
+        self.decoder.run(token_ids, attention, chosen, features, cache_only=True)
         return _experts(chosen)
 
     def _preempt(self) -> None:

@@ -172,11 +172,6 @@ class RunningBatch:
     def rows(self) -> slice:
         return slice(0, self.num_rows)
 
-    @property
-    def positions(self) -> np.ndarray:
-        """Response positions of the next token of each row, int64 (rows,)."""
-        return self.first_positions[self.rows] + self.num_drawn[self.rows]
-
     def uniforms(self, trainer_step: int) -> np.ndarray:
         """Return the random numbers of the next token of each row, as `hpcrl.rollout.sampling.uniforms`.
 
@@ -185,7 +180,8 @@ class RunningBatch:
         rows = self.rows
         if self._next_ahead == self._num_ahead:
             self._num_ahead, self._next_ahead = min(max(1, 2 * self._num_ahead), MOST_AHEAD), 0
-            positions = self.positions[:, None] + np.arange(self._num_ahead)
+            following = self.first_positions[rows] + self.num_drawn[rows]  # in the response
+            positions = following[:, None] + np.arange(self._num_ahead)
             of_row = self.keys[rows], self.sample_indices[rows]
             keys, sample_indices = (part.repeat(self._num_ahead, 0) for part in of_row)
             drawn = uniforms(keys, positions.ravel(), sample_indices, trainer_step)
