@@ -70,10 +70,6 @@ class Matrix(NamedTuple):
     def sent(self) -> Sequence[tuple[Shard, tuple[Range, ...]]]:
         return self.parts[:1] if self.parts[0][0].tp_replicated else self.parts
 
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        return self.parts[0][0].global_shape
-
 
 class Move(NamedTuple):
     """A range that goes from one rank to another."""
@@ -173,12 +169,13 @@ class MatrixUpdates:
 
     def _update(self, matrix: Matrix, received: dict[Key, Tensor], function: Function) -> dict[Key, Tensor]:
         """Return the ranges of an updated matrix, and drop those that it was assembled from."""
-        whole = torch.empty(matrix.global_shape, device=platform.device())
+        first = matrix.parts[0][0]
+        whole = torch.empty(first.global_shape, device=platform.device())
         for shard, ranges in matrix.sent:
             part = torch.cat([received.pop((matrix.name, each.rank)) for each in ranges])
             paste_boxes(part.view(shard.local_shape), whole, shard)
             del part
-        replace_projections(matrix.parts[0][0], whole, function)
+        replace_projections(first, whole, function)
         results = {}
         for shard, ranges in matrix.parts:
             part = whole.new_empty(shard.local_shape)

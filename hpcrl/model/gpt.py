@@ -255,18 +255,13 @@ class Deepstack(NamedTuple):
     features: tuple[Tensor, ...]
 
 
-class DeepstackHook:
+def _add_features(number: int, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """A forward hook of decoder layer `number` that adds features to the hidden states of placeholder tokens."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __call__(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        deepstack = kwargs["packed_seq_params"].deepstack
-        if deepstack is None:
-            return output
-        hidden, *rest = output
-        return hidden.index_add(0, deepstack.rows, deepstack.features[self._number].unsqueeze(1)), *rest
+    deepstack = kwargs["packed_seq_params"].deepstack
+    if deepstack is None:
+        return output
+    hidden, *rest = output
+    return hidden.index_add(0, deepstack.rows, deepstack.features[number].unsqueeze(1)), *rest
 
 
 class PackedGPT(GPTModel):
@@ -284,7 +279,7 @@ class PackedGPT(GPTModel):
         states after the first layers."""
         self.vision, self._vision = tower, vision
         for number in range(vision.num_deepstack):
-            self.decoder.layers[number].register_forward_hook(DeepstackHook(number), with_kwargs=True)
+            self.decoder.layers[number].register_forward_hook(partial(_add_features, number), with_kwargs=True)
 
     def forward(self, *args: Any, packed_seq_params: PackedTokens, **kwargs: Any) -> Tensor:
         if self.vision is not None and packed_seq_params.pictures is not None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from hpcrl.model.blocks.block import Box
-from hpcrl.model.families.config_json import CONFIG, family_of, hf_config, read_shape
+from hpcrl.model.families.config_json import CONFIG, FAMILIES, hf_config, read_shape
 from hpcrl.model.families.family import LANGUAGE_MODEL
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
@@ -51,7 +51,7 @@ def spans(shape: ModelShape, shard: Shard) -> list[Span]:
     """Return the spans of a parameter. Rows that pad the vocabulary are in none."""
     name = shard.name
     if name.startswith(TOWER):
-        return [Span(0, f"{family_of(shape).tower}{name.removeprefix(TOWER)}", 0, shard.global_shape[0])]
+        return [Span(0, f"{FAMILIES[shape.family].tower}{name.removeprefix(TOWER)}", 0, shard.global_shape[0])]
     hf_names = hf_names_of(shape, name)
     if len(hf_names) == 1:
         rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else shard.global_shape[0]
@@ -69,7 +69,7 @@ def hf_names_of(shape: ModelShape, name: str) -> list[str]:
     """Return the names of the tensors whose rows a parameter of this global name has."""
     layer, expert = re.search(r"layers\.(\d+)\.", name), re.search(r"local_experts\.(\d+)\.", name)
     pattern = re.sub(r"local_experts\.\d+\.", "local_experts.#.", re.sub(r"layers\.\d+\.", "layers.*.", name))
-    hf_names = list(family_of(shape).names[pattern])
+    hf_names = list(FAMILIES[shape.family].names[pattern])
     for sign, number in (("*", layer), ("#", expert)):
         hf_names = [hf_name.replace(sign, number[1]) if number else hf_name for hf_name in hf_names]
     return hf_names
