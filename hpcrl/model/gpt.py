@@ -169,18 +169,6 @@ class PackedTokens(PackedSeqParams):
         """Cosine and sine of the rotary embedding, the largest tensors here, computed once on the device."""
         return self.rope(self.rope_positions)
 
-    def map(self, move: Callable[[Tensor], Tensor]) -> PackedTokens:
-        """Return a copy with `move` of each index tensor; see `hpcrl.batch.ragged.moved`."""
-        tensors: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        found: PackedTokens = replace(
-            self,
-            **tensors,
-            tails=self.tails and tuple(Tail(tail.queries, move(tail.keys)) for tail in self.tails),
-            routing=self.routing and self.routing.map(move),
-            pictures=self.pictures and self.pictures.map(move),
-        )
-        return found
-
 
 def pack(
     input_ids: Tensor,

@@ -219,19 +219,26 @@ def _patch_embed(tower: Mapping[str, Any]) -> tuple[str, Size]:
     return "patch_embed.proj.weight", kernel
 
 
+def _blocks(
+    tower: Mapping[str, Any], norms: Sequence[str], mlp: Mapping[str, tuple[int, int]]
+) -> Iterator[tuple[str, Size]]:
+    """The tensors of the layers: their norms, attention and linear layers of the MLP."""
+    hidden = tower["hidden_size"]
+    for layer in range(tower["depth"]):
+        block = f"blocks.{layer}."
+        yield from ((f"{block}{name}", (hidden,)) for name in norms)
+        yield from _linear(f"{block}attn.qkv", 3 * hidden, hidden)
+        yield from _linear(f"{block}attn.proj", hidden, hidden)
+        for name, size in mlp.items():
+            yield from _linear(f"{block}mlp.{name}", *size)
+
+
 def _qwen2_5_tensors(tower: Mapping[str, Any]) -> Iterator[tuple[str, Size]]:
     hidden, ffn = tower["hidden_size"], tower["intermediate_size"]
     merged = hidden * tower["spatial_merge_size"] ** 2
     yield _patch_embed(tower)
-    for layer in range(tower["depth"]):
-        block = f"blocks.{layer}."
-        yield f"{block}norm1.weight", (hidden,)
-        yield f"{block}norm2.weight", (hidden,)
-        yield from _linear(f"{block}attn.qkv", 3 * hidden, hidden)
-        yield from _linear(f"{block}attn.proj", hidden, hidden)
-        for name in ("gate_proj", "up_proj"):
-            yield from _linear(f"{block}mlp.{name}", ffn, hidden)
-        yield from _linear(f"{block}mlp.down_proj", hidden, ffn)
+    mlp = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+    yield from _blocks(tower, ("norm1.weight", "norm2.weight"), mlp)
     yield "merger.ln_q.weight", (hidden,)
     yield from _linear("merger.mlp.0", merged, merged)
     yield from _linear("merger.mlp.2", tower["out_hidden_size"], merged)
@@ -243,15 +250,8 @@ def _qwen3_tensors(tower: Mapping[str, Any]) -> Iterator[tuple[str, Size]]:
     yield _patch_embed(tower)
     yield "patch_embed.proj.bias", (hidden,)
     yield "pos_embed.weight", (tower["num_position_embeddings"], hidden)
-    for layer in range(tower["depth"]):
-        block = f"blocks.{layer}."
-        for norm in ("norm1", "norm2"):
-            yield f"{block}{norm}.weight", (hidden,)
-            yield f"{block}{norm}.bias", (hidden,)
-        yield from _linear(f"{block}attn.qkv", 3 * hidden, hidden)
-        yield from _linear(f"{block}attn.proj", hidden, hidden)
-        yield from _linear(f"{block}mlp.linear_fc1", ffn, hidden)
-        yield from _linear(f"{block}mlp.linear_fc2", hidden, ffn)
+    norms = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias")
+    yield from _blocks(tower, norms, {"linear_fc1": (ffn, hidden), "linear_fc2": (hidden, ffn)})
     further = [f"deepstack_merger_list.{number}" for number in range(len(tower.get("deepstack_visual_indexes", ())))]
     for merger in ("merger", *further):
         width = hidden if merger == "merger" else merged

@@ -219,13 +219,10 @@ def whole_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:
     """As `answer_columns`, with a response of all tokens but the first: `response_mask` is 1 on the answer,
     `loss_mask` on the whole response."""
     masks = [np.repeat((0, 1), (len(prompt) - 1, len(answer))) for prompt, answer in pairs]
-    return DataProto(
-        {
-            "input_ids": Ragged.from_rows([np.concatenate(pair) for pair in pairs], np.int32),
-            "response_mask": Ragged.from_rows(masks, np.int32),
-            "loss_mask": Ragged.from_rows([np.ones_like(mask) for mask in masks], np.int32),
-        }
-    )
+    found = answer_columns(pairs)
+    found.tokens["response_mask"] = Ragged.from_rows(masks, np.int32)
+    found.tokens["loss_mask"] = Ragged.from_rows([np.ones_like(mask) for mask in masks], np.int32)
+    return found
 
 
 def pair_loss(scores: torch.Tensor, num_pairs: float, split: str) -> tuple[torch.Tensor, dict[str, Metric]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -134,11 +134,6 @@ class Routing:
     replayed: Tensor | None = None
     losses: RouterLosses | None = None
     recorded: dict[int, Tensor] | None = None
-
-    def map(self, move: Callable[[Tensor], Tensor]) -> Routing:
-        """Return a copy with `move` of each index tensor."""
-        replayed = None if self.replayed is None else move(self.replayed)
-        return replace(self, sequences=move(self.sequences), lengths=move(self.lengths), replayed=replayed)
 
 
 class RouterLosses:
