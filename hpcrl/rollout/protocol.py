@@ -208,3 +208,47 @@ class RolloutEngine(Protocol):
 
     def wake(self) -> None:
         """Allocate that memory again."""
+
+
+class Call(Protocol):
+    """One call of `generate`, with the same requests on every rank of the replica."""
+
+    completions: dict[int, Completion]  # by the index of the request
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is open."""
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Open requests, numbered in their order."""
+
+    def step(self) -> None:
+        """Advance the open requests by about a token."""
+
+    def abort(self) -> None:
+        """End all open requests."""
+
+
+def completed(
+    call: Call,
+    requests: Sequence[Request],
+    source: RequestSource | None = None,
+    on_step: Callable[[], None] | None = None,
+    should_abort: Callable[[], bool] | None = None,
+) -> list[Completion]:
+    """Return the completions of a call; the arguments are those of `RolloutEngine.generate`."""
+    call.add(requests)
+    while should_abort is None or not should_abort():
+        if source is not None:
+            more = source.take(idle=not call.has_work)
+            source = None if more is None else source
+            call.add(more or ())
+        if call.has_work:
+            call.step()
+            if on_step is not None:
+                on_step()
+        elif source is None:
+            break
+    if call.has_work:
+        call.abort()
+    return [call.completions[index] for index in range(len(call.completions))]
