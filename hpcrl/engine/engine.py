@@ -429,15 +429,7 @@ class TrainEngine:
             counts = torch.tensor([num_sequences, num_tokens], device=device)
             dist.all_reduce(counts, group=self.groups.dp)
             num_sequences, num_tokens = counts.tolist()
-        return RouterLosses(
-            len(routed.layers),
-            routed.num_experts,
-            num_sequences=num_sequences,
-            num_tokens=num_tokens,
-            device=device,
-            aux_coeff=self._moe.aux_loss_coeff if self._moe is not None else 0.0,
-            z_coeff=self._moe.z_loss_coeff if self._moe is not None else 0.0,
-        )
+        return RouterLosses(routed, self._moe, num_sequences, num_tokens, device)
 
     def _common_count(self, count: int) -> int:
         """Return the largest number of micro-batches that any replica needs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ import numpy as np
 
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.data.prompts import PromptDataset
 from hpcrl.model.blocks.router import NOT_RECORDED
 from hpcrl.observe.read.archive import read_step
 from hpcrl.observe.record.archive import PictureFolder, step_path
@@ -72,7 +71,7 @@ def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, 
             "replays; record with R3, or use another mode"
         )
     rows = batch.samples["position"]
-    _check_fit(folder, tokens, samples, rows, worker.prompts["train"], worker.softmax_size)
+    _check_fit(worker, folder, tokens, {name: samples[name][rows].tolist() for name in ("uid", "row", "epoch")})
     columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
     work: dict[str, np.ndarray] = {}
     if pictures is not None:
@@ -94,15 +93,11 @@ def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, 
 
 
 def _check_fit(
-    folder: str,
-    tokens: dict[str, tuple[np.ndarray, np.ndarray]],
-    samples: dict[str, np.ndarray],
-    rows: np.ndarray,
-    prompts: PromptDataset,
-    softmax_size: int,
+    worker: RolloutWorker, folder: str, tokens: Mapping[str, tuple[np.ndarray, np.ndarray]], samples: dict[str, list]
 ) -> None:
-    """Raise InputError for a recording with other data files or a larger vocabulary."""
-    for uid, row, epoch in zip(*(samples[name][rows].tolist() for name in ("uid", "row", "epoch")), strict=True):
+    """Raise InputError for a recording with other data files or a larger vocabulary. samples: uid, row and epoch."""
+    prompts, softmax_size = worker.prompts["train"], worker.softmax_size
+    for uid, row, epoch in zip(*samples.values(), strict=True):
         found = prompts.uid(row, epoch) if row < len(prompts) else "no such row"
         if uid != found:
             raise InputError(

@@ -9,6 +9,7 @@ value_dim). Products of queries and keys are divided by sqrt(key_dim).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -151,21 +152,21 @@ class PagedAttention(CachedAttention):
         return decode_attention(queries, keys, values, self._of_kind[heads], scale=queries.size(-1) ** -0.5)
 
 
+@dataclass(eq=False)
 class NewTokens:
     """The tokens of one call, flat (n,): `lengths` tokens of each of `rows`, after `starts` tokens that are cached.
 
     All int64 (sequences,), on the host. Rows have their blocks already. `positions` (n,) are on the device.
     """
 
-    def __init__(
-        self,
-        cache: KVCache | RowCache,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        rope_positions: np.ndarray | None = None,
-    ) -> None:
-        self.cache, self.rows, self.starts, self.lengths = cache, rows, starts, lengths
+    cache: KVCache | RowCache
+    rows: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    own_rope_positions: np.ndarray | None = None  # (n,), or (3, n) in time, height and width
+
+    def __post_init__(self) -> None:
+        cache, rows, starts, lengths, own = self.cache, self.rows, self.starts, self.lengths, self.own_rope_positions
         if lengths.max() == 1:
             self._positions, self._row_of = starts, rows
         else:
@@ -173,8 +174,7 @@ class NewTokens:
             self._row_of = rows.repeat(lengths)
             self._positions = np.arange(ends[-1]) - (ends - lengths - starts).repeat(lengths)
         self.positions = torch.from_numpy(self._positions).to(cache.device)
-        own = None if rope_positions is None else torch.from_numpy(rope_positions).to(cache.device)
-        self.rope_positions = self.positions if own is None else own
+        self.rope_positions = self.positions if own is None else torch.from_numpy(own).to(cache.device)
         self._places: dict[CachedHeads, tuple[tuple[Tensor, ...], Tensor | None]] = {}
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
