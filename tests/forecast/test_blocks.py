@@ -18,8 +18,7 @@ from hpcrl.forecast.time.step import predict
 from hpcrl.model.blocks.attention import Attention
 from hpcrl.model.blocks.block import Block, Feature, Layer, Weight
 from hpcrl.model.blocks.micro_batch import Computation, Held, Launches, MicroBatch
-from hpcrl.model.operations import forward_flops
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import ModelShape, forward_flops
 from hpcrl.runtime.layout import Layout
 from tests.forecast.memory.shapes import MOE, SHAPE
 from tests.forecast.time.machines import cpu

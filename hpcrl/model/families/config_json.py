@@ -179,10 +179,6 @@ def _window_keys(shape: ModelShape) -> dict[str, Any]:
     return found
 
 
-def family_of(shape: ModelShape) -> Family:
-    return FAMILIES[shape.family]
-
-
 def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
     """Return the shape described by config.json. Raises InputError for an unsupported model."""
     family = FAMILIES.get(name := str(config.get("model_type", "")))
@@ -280,7 +276,7 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 def hf_config(shape: ModelShape) -> dict[str, Any]:
     """Return config.json of `shape`, for both transformers 4 (rope_theta) and 5 (rope_parameters)."""
-    family = family_of(shape)
+    family = FAMILIES[shape.family]
     named = {"model_type": shape.family, "architectures": [family.architecture]}
     text = {
         "num_hidden_layers": shape.num_layers,

@@ -1,4 +1,4 @@
-"""Passes: their operations are those of `hpcrl.model.operations`, and pipelines take as long as a simulated one.
+"""Passes: their operations are those of `hpcrl.model.shape`, and pipelines take as long as a simulated one.
 
 Loads of experts may be uneven.
 """
@@ -16,8 +16,7 @@ from hpcrl.forecast.time.cost import Cost, Network, Units
 from hpcrl.forecast.time.passes import Micro, PassModel, Recompute, pipelined
 from hpcrl.forecast.time.step import LOAD_METRIC, with_measured_load
 from hpcrl.model.blocks.mixture import fullest_rank, most_of
-from hpcrl.model.operations import forward_flops
-from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.model.shape import Lora, ModelShape, forward_flops
 from hpcrl.runtime.layout import Layout
 from tests.forecast.memory.shapes import DEEPSEEK, MOE, SHAPE
 from tests.forecast.time.machines import gpu
