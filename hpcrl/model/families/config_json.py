@@ -22,15 +22,7 @@ from hpcrl.sandbox.foreign_files import read_json
 CONFIG = "config.json"
 MOST_BYTES = 1 << 22  # of it
 
-_FAMILIES = {**llama.FAMILIES, **qwen.FAMILIES, **deepseek.FAMILIES}
-# In the order in which the error message lists them.
-FAMILIES: dict[str, Family] = {
-    name: _FAMILIES[name]
-    for name in (
-        *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        *("deepseek_v2", "deepseek_v3", "exaone4"),
-    )
-}
+FAMILIES: dict[str, Family] = {**llama.FAMILIES, **qwen.FAMILIES, **deepseek.FAMILIES}
 DEFAULTS: dict[str, Mapping[str, Any]] = {**llama.DEFAULTS, **qwen.DEFAULTS, **deepseek.DEFAULTS}
 
 
