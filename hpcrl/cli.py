@@ -212,23 +212,8 @@ def print_derived(world: World, compute: Callable[[], RoleLayouts]) -> RoleLayou
 
 def plan(arguments: list[str]) -> NoReturn:
     from hpcrl.forecast import command
-    from hpcrl.forecast.time import calibrate, search_command, table
 
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        table.add_arguments(parser)
-        search_command.add_arguments(parser)
-
-    searches = "search for the fastest layouts, with --machine"
-    calibrates = "fit --machine to the runs whose folders are given in place of CONFIG"
-    command.main(
-        arguments,
-        load_job,
-        command.Extension("machine", add_arguments, table.lines_of, own=("timeline",)),
-        (
-            command.Replacement("search", searches, search_command.describe),
-            command.Replacement("calibrate", calibrates, calibrate.calibration_lines),
-        ),
-    )
+    command.main(arguments, load_job)
 
 
 def check(arguments: list[str]) -> NoReturn:

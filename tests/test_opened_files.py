@@ -39,7 +39,7 @@ ELSEWHERE = {  # module -> how many places, and which files
     "data/tokenizer.py": (2, CHECKED),
     "jobs/score.py": (1, MADE),
     "kernels/onednn.py": (1, PROC),
-    "model/hf_directory.py": (1, CHECKED),
+    "model/hf_files.py": (1, CHECKED),
     "observe/report/page.py": (3, OWN),
     "run/inference.py": (2, MADE),
     "run/predicted.py": (1, PROC),

@@ -27,7 +27,7 @@ from matrix_products import product_seconds
 
 from hpcrl.kernels.onednn import use_onednn
 from hpcrl.model.families.config_json import hf_config
-from hpcrl.model.hf_directory import Safetensors
+from hpcrl.model.hf_files import Safetensors
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.cache_layout import max_kv_bytes

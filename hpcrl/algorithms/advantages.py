@@ -9,14 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpcrl.algorithms.aggregation import Reduce, finite_outside, one_replica
-from hpcrl.algorithms.parameters import LazyModule, Registry, flat_config, make, parameters_of
+from hpcrl.algorithms.parameters import Registry, flat_config, make, np, parameters_of, torch
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
     from torch import Tensor
-else:
-    np, torch = LazyModule("numpy"), LazyModule("torch")
 
 Result: TypeAlias = "tuple[Tensor, Tensor]"  # advantages and returns, both (B, T)
 # The other keys of `algorithm`, which no estimator reads.

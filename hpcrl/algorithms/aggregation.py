@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from hpcrl.algorithms.metrics import Mean, Metric
-from hpcrl.algorithms.parameters import LazyModule, UnknownName
+from hpcrl.algorithms.parameters import UnknownName, torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = LazyModule("torch")
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 Reduce: TypeAlias = "Callable[[Tensor], Tensor]"  # fp64 sums of one replica -> sums over all replicas

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 from hpcrl.algorithms.aggregation import Reduce, masked_mean, masked_sum
 from hpcrl.algorithms.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, Spread
-from hpcrl.algorithms.parameters import LazyModule
+from hpcrl.algorithms.parameters import torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from hpcrl.algorithms.rollout_correction import Bounds, Criterion
-else:
-    torch = LazyModule("torch")
 
 SAFETY_BOUND = 20.0  # of a log-ratio before exp: e^20 is 4.9e8
 

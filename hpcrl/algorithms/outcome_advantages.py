@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpcrl.algorithms.advantages import Result, register_adv_est
 from hpcrl.algorithms.aggregation import Reduce, masked_whiten, one_replica
-from hpcrl.algorithms.parameters import LazyModule, param
+from hpcrl.algorithms.parameters import LazyModule, np, param, torch
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
     from torch import Tensor
 
     from hpcrl.algorithms import reductions
 else:
-    np, torch, reductions = map(LazyModule, ("numpy", "torch", "hpcrl.algorithms.reductions"))
+    reductions = LazyModule("hpcrl.algorithms.reductions")
 
 GroupIds: TypeAlias = "Tensor | np.ndarray | list[Any] | tuple[Any, ...]"
 

@@ -18,7 +18,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from importlib import import_module
 from numbers import Real
 from types import ModuleType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 Entry = TypeVar("Entry")
 
@@ -62,7 +62,8 @@ class Registry(Generic[Entry]):
 class LazyModule(ModuleType):
     """A module that is imported when one of its attributes is first read.
 
-    The files of algorithms declare parameters, which are read on login nodes without torch.
+    The files of algorithms declare parameters, which are read on login nodes without torch; they import `np` and
+    `torch` from here.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -70,6 +71,12 @@ class LazyModule(ModuleType):
         self.__dict__.update({key: value for key, value in vars(module).items() if not key.startswith("__")})
         return getattr(module, name)
 
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+else:
+    np, torch = LazyModule("numpy"), LazyModule("torch")
 
 P = TypeVar("P")
 BOUNDS = {  # of numbers -> (words, whether the number is within)

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from hpcrl.algorithms.parameters import LazyModule, param
-
-if TYPE_CHECKING:
-    import numpy as np
-else:
-    np = LazyModule("numpy")
+from hpcrl.algorithms.parameters import np, param
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpcrl.algorithms.aggregation import LossNorm, TokenLosses, aggregate
 from hpcrl.algorithms.metrics import finish
-from hpcrl.algorithms.parameters import LazyModule, Registry, flat_config, make, param, parameters_of
+from hpcrl.algorithms.parameters import Registry, flat_config, make, param, parameters_of, torch
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = LazyModule("torch")
 
 LossFunction: TypeAlias = Callable[..., TokenLosses]
 

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcrl.algorithms.parameters import LazyModule, Registry, param
+from hpcrl.algorithms.parameters import LazyModule, Registry, param, torch
 
 if TYPE_CHECKING:
-    import torch
     import torch.nn.functional as F
     from torch import Tensor
 else:
-    torch = LazyModule("torch")
     F = LazyModule("torch.nn.functional")
 
 

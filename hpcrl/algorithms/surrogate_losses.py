@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 
 from hpcrl.algorithms.aggregation import TokenLosses, masked_mean, masked_sum, token_mean
 from hpcrl.algorithms.metrics import Metric
-from hpcrl.algorithms.parameters import LazyModule, param
+from hpcrl.algorithms.parameters import param, torch
 from hpcrl.algorithms.policy_losses import Clip, DualClip, register_policy_loss
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, correct_rollout
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = LazyModule("torch")
 
 
 def token_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 from hpcrl.algorithms.advantages import Result, register_adv_est
 from hpcrl.algorithms.aggregation import Reduce, masked_whiten, one_replica
 from hpcrl.algorithms.outcome_advantages import Gdpo, GroupIds, group_numbers, two_best
-from hpcrl.algorithms.parameters import LazyModule, param
+from hpcrl.algorithms.parameters import LazyModule, param, torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from hpcrl.algorithms import reductions
 else:
-    torch, reductions = map(LazyModule, ("torch", "hpcrl.algorithms.reductions"))
+    reductions = LazyModule("hpcrl.algorithms.reductions")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ host does not wait. torch is imported when a tensor is made: a batch is handled 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -39,22 +39,37 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     ]
 
 
-def moved(rebuild: Callable[[Callable[[Tensor], Tensor]], T], device: torch.device) -> T:
-    """Return `rebuild(move)`, in which `move` returns the copy on the device of a host tensor.
+ON_HOST = {"on_host": True}  # metadata of fields that `moved` leaves as they are
 
-    `rebuild` is called twice, first to collect the tensors; it must move the same ones in the same order.
-    """
+
+def moved(value: T, device: torch.device) -> T:
+    """Return a copy of nested dataclasses and tuples whose host tensors are on the device, copied in one transfer."""
+    if device.type == "cpu":
+        return value
     tensors: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
-    found = rebuild(collect)
-    if device.type == "cpu":
-        return found
+    _mapped(value, collect)
     copies = iter(to_device(tensors, device))
-    return rebuild(lambda _: next(copies))
+    found: T = _mapped(value, lambda _: next(copies))
+    return found
+
+
+def _mapped(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy with `move` of each tensor."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return move(value)
+    if type(value) is tuple:
+        return tuple(_mapped(each, move) for each in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    names = [one.name for one in fields(value) if one.init and not one.metadata.get("on_host")]
+    return replace(value, **{name: _mapped(getattr(value, name), move) for name in names})
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,9 +31,8 @@ from hpcrl.engine.optim import (
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.blocks.router import RouterLosses
-from hpcrl.model.blocks.transformer_engine import FP8_ROWS
-from hpcrl.model.build import build_model, local_shards, named_parameters
-from hpcrl.model.hf_directory import Safetensors
+from hpcrl.model.build import FP8_ROWS, build_model, local_shards, named_parameters
+from hpcrl.model.hf_files import Safetensors
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime import platform
@@ -422,15 +421,7 @@ class TrainEngine:
             counts = torch.tensor([num_sequences, num_tokens], device=device)
             dist.all_reduce(counts, group=self.groups.dp)
             num_sequences, num_tokens = counts.tolist()
-        return RouterLosses(
-            len(routed.layers),
-            routed.num_experts,
-            num_sequences=num_sequences,
-            num_tokens=num_tokens,
-            device=device,
-            aux_coeff=self._moe.aux_loss_coeff if self._moe is not None else 0.0,
-            z_coeff=self._moe.z_loss_coeff if self._moe is not None else 0.0,
-        )
+        return RouterLosses(routed, self._moe, num_sequences, num_tokens, device)
 
     def _common_count(self, count: int) -> int:
         """Return the largest number of micro-batches that any replica needs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,10 +70,6 @@ class Matrix(NamedTuple):
     @property
     def sent(self) -> Sequence[tuple[Shard, tuple[Range, ...]]]:
         return self.parts[:1] if self.parts[0][0].tp_replicated else self.parts
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        return self.parts[0][0].global_shape
 
 
 class Move(NamedTuple):
@@ -136,23 +133,22 @@ def replace_projections(shard: Shard, matrix: Tensor, function: Function) -> Non
         piece.copy_(function(piece.reshape(-1, matrix.size(1))).reshape(piece.shape))
 
 
+@dataclass(eq=False)
 class MatrixUpdates:
-    """The matrices of which this rank updates ranges: see `hpcrl.algorithms.optimizers.optimizer.WholeMatrices`."""
+    """The matrices of which this rank updates ranges: see `hpcrl.algorithms.optimizers.optimizer.WholeMatrices`.
 
-    def __init__(
-        self,
-        chosen: Optimizer,
-        shape: ModelShape,
-        groups: RoleGroups,
-        places: Mapping[tuple[int, str], Place],
-        weights: Mapping[str, Tensor],
-        *,
-        is_expert: bool,
-    ) -> None:
-        """places: those of `matrices_of`. weights: by name, the ranges of this rank's matrices, (n,) fp32."""
-        self._chosen, self._shape, self._groups, self._is_expert = chosen, shape, groups, is_expert
-        self._places, self._weights = places, weights
-        self._names: dict[object, str] = {weight: name for name, weight in weights.items()}
+    places: those of `matrices_of`. weights: by name, the ranges of this rank's matrices, (n,) fp32.
+    """
+
+    chosen: Optimizer
+    shape: ModelShape
+    groups: RoleGroups
+    places: Mapping[tuple[int, str], Place]
+    weights: Mapping[str, Tensor]
+    is_expert: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._names: dict[object, str] = {weight: name for name, weight in self.weights.items()}
 
     def __contains__(self, weight: object) -> bool:
         return weight in self._names
@@ -162,23 +158,24 @@ class MatrixUpdates:
         sent = {}
         while ranges:
             weight, tensor = ranges.popitem()
-            sent[self._names[weight], self._groups.rank] = tensor
+            sent[self._names[weight], self.groups.rank] = tensor
         received = self._swap(self._to_owners, sent)
         results: dict[Key, Tensor] = {}
         for matrix in self._plan:
-            if matrix.owner == self._groups.rank:
+            if matrix.owner == self.groups.rank:
                 results |= self._update(matrix, received, function)
         returned = self._swap(self._from_owners, results)
-        return {self._weights[name]: tensor for (name, _), tensor in returned.items()}
+        return {self.weights[name]: tensor for (name, _), tensor in returned.items()}
 
     def _update(self, matrix: Matrix, received: dict[Key, Tensor], function: Function) -> dict[Key, Tensor]:
         """Return the ranges of an updated matrix, and drop those that it was assembled from."""
-        whole = torch.empty(matrix.global_shape, device=platform.device())
+        first = matrix.parts[0][0]
+        whole = torch.empty(first.global_shape, device=platform.device())
         for shard, ranges in matrix.sent:
             part = torch.cat([received.pop((matrix.name, each.rank)) for each in ranges])
             paste_boxes(part.view(shard.local_shape), whole, shard)
             del part
-        replace_projections(matrix.parts[0][0], whole, function)
+        replace_projections(first, whole, function)
         results = {}
         for shard, ranges in matrix.parts:
             part = whole.new_empty(shard.local_shape)
@@ -190,7 +187,8 @@ class MatrixUpdates:
     def _swap(self, moves: Sequence[Move], tensors: dict[Key, Tensor]) -> dict[Key, Tensor]:
         """Exchange ranges in one all-to-all; return those that this rank receives. moves: this rank's, in an order that
         all ranks have. tensors: what is sent leaves it."""
-        members, rank = dist.get_process_group_ranks(self._group), self._groups.rank
+        group, rank = self.groups.pgc.tp_dp_cp, self.groups.rank
+        members = dist.get_process_group_ranks(group)
         sends = sorted((move for move in moves if move.sender == rank), key=lambda move: move.receiver)
         receives = sorted((move for move in moves if move.receiver == rank), key=lambda move: move.sender)
         empty = torch.empty(0, device=platform.device())
@@ -204,25 +202,21 @@ class MatrixUpdates:
                 sizes[0][place[move.receiver]] += move.size
             for move in receives:
                 sizes[1][place[move.sender]] += move.size
-            dist.all_to_all_single(received, flat, sizes[1], sizes[0], group=self._group)
+            dist.all_to_all_single(received, flat, sizes[1], sizes[0], group=group)
         parts = received.split([move.size for move in receives])
         return {move.key: part for move, part in zip(receives, parts, strict=True)}
 
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self._groups.pgc.tp_dp_cp
-
     @cached_property
     def _plan(self) -> list[Matrix]:
-        groups = self._groups
+        groups = self.groups
         return matrices_of(
-            self._shape, groups.layout, groups.coord.pp, self._places, self._cost, is_expert=self._is_expert
+            self.shape, groups.layout, groups.coord.pp, self.places, self._cost, is_expert=self.is_expert
         )
 
     def _cost(self, shard: Shard) -> float:
         rows, cols = shard.global_shape
         periods, each = shard.projection_rows(rows)
-        return rows * cols + sum(self._chosen.operations(periods * own, cols) for own in each.values())
+        return rows * cols + sum(self.chosen.operations(periods * own, cols) for own in each.values())
 
     @cached_property
     def _to_owners(self) -> list[Move]:
@@ -237,5 +231,5 @@ class MatrixUpdates:
         for matrix in self._plan:
             for each in (each for _, ranges in (matrix.parts if returned else matrix.sent) for each in ranges):
                 ends = (matrix.owner, each.rank) if returned else (each.rank, matrix.owner)
-                if self._groups.rank in ends:
+                if self.groups.rank in ends:
                     yield Move((matrix.name, each.rank), *ends, each.size)

@@ -7,8 +7,8 @@ tokens, and where their features go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -149,10 +149,6 @@ class OutputGather:
         """Return the rows of this rank's outputs, of one row per output; the first row if there are none."""
         return values[self.own] if len(self.own) else values[:1]
 
-    def map(self, move: Callable[[Tensor], Tensor]) -> OutputGather:
-        """Return a copy with `move` of each tensor."""
-        return replace(self, order=move(self.order), own=move(self.own))
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -182,16 +178,6 @@ class MicroBatch:
         longest = int(self.output_lengths.max())
         flat = outputs.new_zeros(len(self) * longest, *outputs.shape[1:])
         return flat.index_copy(0, self.places, outputs).unflatten(0, (len(self), longest))
-
-    def map(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Return a copy with `move` of each tensor."""
-        return replace(
-            self,
-            packed=self.packed.map(move),
-            targets=move(self.targets),
-            places=move(self.places),
-            output_gather=self.output_gather and self.output_gather.map(move),
-        )
 
 
 def column_of(micros: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> Ragged:
@@ -263,7 +249,7 @@ def make_micro_batches(
             packed.routing = make_routing(lengths[: len(rows)], size, local_tokens, shape.routed, experts)
         of_samples = output_lengths.numpy()
         micro = MicroBatch(rows, packed, targets, padded_places(of_samples), of_samples, output_gather)
-        micros.append(moved(micro.map, device))
+        micros.append(moved(micro, device))
     return micros
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,13 +89,11 @@ def build_optimizer(
     )
     trained = [_is_expert(each) for model in models for each in model.parameters() if each.requires_grad]
     scale = None if tower_lr is None else tower_lr / optim.lr
-    parts = []
+    builder, parts = _Builder(models, chosen, groups, config, shape, shards), []
+    build = builder.sharded if chosen.is_sharded else builder.whole
     for is_expert in sorted(set(trained)):
         param_groups = _param_groups(models, optim, is_expert, scale)
-        if chosen.is_sharded:
-            part = _sharded(models, chosen, param_groups, groups, config, shape, shards, is_expert=is_expert)
-        else:
-            part = _whole(chosen, param_groups, groups, config, is_expert=is_expert)
+        part = build(param_groups, is_expert=is_expert)
         part.tp_group = groups.pgc.expt_tp if is_expert else groups.tp
         parts.append(part)
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
@@ -115,69 +114,64 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _sharded(
-    models: Sequence[DistributedDataParallel],
-    chosen: Optimizer,
-    param_groups: list[dict[str, Any]],
-    groups: RoleGroups,
-    config: OptimizerConfig,
-    shape: ModelShape,
-    shards: Mapping[Tensor, Shard],
-    *,
-    is_expert: bool,
-) -> MegatronOptimizer:
-    """Build the sharded optimizer of the experts or of all other parameters: the two are sharded over different
-    ranks."""
-    pgc = groups.pgc
-    optimizer = ShardedOptimizer(
-        param_groups,
-        config,
-        None,
-        None,
-        model_chunks=list(models),
-        per_model_buffers={
-            number: model.expert_parallel_buffers if is_expert else model.buffers for number, model in enumerate(models)
-        },
-        data_parallel_group=pgc.intra_expt_dp if is_expert else pgc.intra_dp_cp,
-        data_parallel_group_gloo=None,
-        data_parallel_group_idx=(pgc.tp_ep_pp if is_expert else pgc.mp).rank(),
-        distributed_optimizer_instance_id=0,
-    )
-    trained = {each: shards[each] for group in param_groups for each in group["params"]}
-    mains = {shard.name: optimizer.main_of(each) for each, shard in trained.items() if shard.is_matrix}
-    places = {(trained[each].chunk, trained[each].local_name): place for each, place in optimizer.places()}
-    weights = {name: main for name, main in mains.items() if main is not None}
-    matrices = MatrixUpdates(chosen, shape, groups, places, weights, is_expert=is_expert)
-    optimizer.use(chosen, matrices, {each: shard.is_matrix for each, shard in trained.items()})
-    optimizer.grad_stats_parallel_group = pgc.intra_dist_opt
-    return optimizer
+@dataclass(frozen=True)
+class _Builder:
+    """What the optimizer of the experts and that of all other parameters have in common."""
 
+    models: Sequence[DistributedDataParallel]
+    chosen: Optimizer
+    groups: RoleGroups
+    config: OptimizerConfig
+    shape: ModelShape
+    shards: Mapping[Tensor, Shard]
 
-def _whole(
-    chosen: Optimizer,
-    param_groups: list[dict[str, Any]],
-    groups: RoleGroups,
-    config: OptimizerConfig,
-    *,
-    is_expert: bool,
-) -> MegatronOptimizer:
-    """Build an optimizer of the experts or of all other parameters, of which each replica has the whole state."""
+    def sharded(self, param_groups: list[dict[str, Any]], *, is_expert: bool) -> MegatronOptimizer:
+        """Build a sharded optimizer: those of the experts and of all other parameters are sharded over different
+        ranks."""
+        pgc = self.groups.pgc
+        optimizer = ShardedOptimizer(
+            param_groups,
+            self.config,
+            None,
+            None,
+            model_chunks=list(self.models),
+            per_model_buffers={
+                number: model.expert_parallel_buffers if is_expert else model.buffers
+                for number, model in enumerate(self.models)
+            },
+            data_parallel_group=pgc.intra_expt_dp if is_expert else pgc.intra_dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=(pgc.tp_ep_pp if is_expert else pgc.mp).rank(),
+            distributed_optimizer_instance_id=0,
+        )
+        trained = {each: self.shards[each] for group in param_groups for each in group["params"]}
+        mains = {shard.name: optimizer.main_of(each) for each, shard in trained.items() if shard.is_matrix}
+        places = {(trained[each].chunk, trained[each].local_name): place for each, place in optimizer.places()}
+        weights = {name: main for name, main in mains.items() if main is not None}
+        matrices = MatrixUpdates(self.chosen, self.shape, self.groups, places, weights, is_expert=is_expert)
+        optimizer.use(self.chosen, matrices, {each: shard.is_matrix for each, shard in trained.items()})
+        optimizer.grad_stats_parallel_group = pgc.intra_dist_opt
+        return optimizer
 
-    def init(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-        dtypes = dtypes_of(chosen, is_matrix=False)
-        states = {each: dtypes for group in optimizer.param_groups for each in group["params"]}
-        init_state(optimizer, states, counts=False)
+    def whole(self, param_groups: list[dict[str, Any]], *, is_expert: bool) -> MegatronOptimizer:
+        """Build an optimizer of which each replica has the whole state."""
+        chosen, config, pgc = self.chosen, self.config, self.groups.pgc
 
-    inner, has_own_state = chosen.make(param_groups, _NoMatrices()), type(chosen).make is not Optimizer.make
-    optimizer = (
-        Float16OptimizerWithFloat16Params(inner, config, None, init)
-        if config.bf16
-        else FP32Optimizer(inner, config, init)
-    )
-    optimizer.grad_stats_parallel_group = groups.pgc.tp_ep_pp if is_expert else groups.pgc.mp
-    if not has_own_state:  # torch's optimizers make theirs at the first step
-        init(optimizer.optimizer)
-    return optimizer
+        def init(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+            dtypes = dtypes_of(chosen, is_matrix=False)
+            states = {each: dtypes for group in optimizer.param_groups for each in group["params"]}
+            init_state(optimizer, states, counts=False)
+
+        inner, has_own_state = chosen.make(param_groups, _NoMatrices()), type(chosen).make is not Optimizer.make
+        optimizer = (
+            Float16OptimizerWithFloat16Params(inner, config, None, init)
+            if config.bf16
+            else FP32Optimizer(inner, config, init)
+        )
+        optimizer.grad_stats_parallel_group = pgc.tp_ep_pp if is_expert else pgc.mp
+        if not has_own_state:  # torch's optimizers make theirs at the first step
+            init(optimizer.optimizer)
+        return optimizer
 
 
 class _NoMatrices:

@@ -6,6 +6,7 @@ no token and probability 0. Every function is collective over `group`, whose ran
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,19 +122,16 @@ class _GatherOutputs(torch.autograd.Function):
         return here, None, None
 
 
+@dataclass(frozen=True)
 class VocabularyOutputs:
     """Outputs of a language model from its hidden states (R, hidden); the vocabulary is split over the ranks of
-    `group`."""
+    `group`. The logits of `chunk_rows` rows are in memory at a time; with None and in exact mode, those of all rows."""
 
-    def __init__(
-        self, model: PackedGPT, group: ProcessGroup, vocab_size: int, *, chunk_rows: int | None, exact: bool
-    ) -> None:
-        """The logits of `chunk_rows` rows are in memory at a time; with None and in exact mode, those of all rows."""
-        self._model = model
-        self._group = group
-        self._vocab_size = vocab_size
-        self._chunk_rows = None if exact else chunk_rows
-        self._exact = exact
+    model: PackedGPT
+    group: ProcessGroup
+    vocab_size: int
+    chunk_rows: int | None
+    exact: bool
 
     def log_probs(
         self,
@@ -177,15 +175,15 @@ class VocabularyOutputs:
 
     def _at(self, hidden: Tensor, targets: Tensor, *, k: int = 0, **options: Any) -> HeadOutputs:
         """Same as `linear_log_probs`."""
-        options |= {"group": self._group, "vocab_size": self._vocab_size}
-        if self._chunk_rows is not None:
-            weight = self._model.output_weight()
-            return linear_log_probs(hidden, weight, targets, chunk_rows=self._chunk_rows, k=k, **options)
-        logits = self._model.logits(hidden)
+        options |= {"group": self.group, "vocab_size": self.vocab_size}
+        if self.chunk_rows is not None and not self.exact:
+            weight = self.model.output_weight()
+            return linear_log_probs(hidden, weight, targets, chunk_rows=self.chunk_rows, k=k, **options)
+        logits = self.model.logits(hidden)
         if not k:
-            return HeadOutputs(*vocab_parallel_log_probs(logits, targets, exact=self._exact, **options))
-        ids = vocab_parallel_topk_ids(logits, k, group=self._group, vocab_size=self._vocab_size)
+            return HeadOutputs(*vocab_parallel_log_probs(logits, targets, exact=self.exact, **options))
+        ids = vocab_parallel_topk_ids(logits, k, group=self.group, vocab_size=self.vocab_size)
         all_ids = torch.cat([targets, ids], dim=1)
-        log_probs, entropies, squares = vocab_parallel_log_probs(logits, all_ids, exact=self._exact, **options)
+        log_probs, entropies, squares = vocab_parallel_log_probs(logits, all_ids, exact=self.exact, **options)
         log_probs, at_topk = log_probs.tensor_split([targets.size(1)], dim=1)
         return HeadOutputs(log_probs, entropies, squares, ids, at_topk.detach())

@@ -8,23 +8,26 @@ memory only of a refit.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
-from typing import NamedTuple, NoReturn
+from statistics import fmean
+from typing import NoReturn
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO
-from hpcrl.forecast.memory import refit
+from hpcrl.engine.refit.planner import RankTraffic
 from hpcrl.forecast.memory.fixes import cheapest_fix, tightest
-from hpcrl.forecast.memory.memory import GIB, MIB, Phase, Row, TrainingPlan, binary
-from hpcrl.forecast.memory.refit import size
+from hpcrl.forecast.memory.memory import GIB, MIB, Row, TrainingPlan, binary, size
 from hpcrl.forecast.memory.state import FP32, checkpoint_bytes, kept_checkpoints, rollout_bytes
+from hpcrl.forecast.time import calibrate, search_command
+from hpcrl.forecast.time import table as time_table
+from hpcrl.model.params import shards
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import format_spans, is_first_launched
@@ -35,86 +38,57 @@ def staged_bytes(job: TrainingPlan) -> int:
     per_rank = 0
     for role, model in job.models.items():
         if model.optim is not None:
-            stages = range(model.layout.pp)
-            state = max((job.states[role, stage] for stage in stages), key=lambda state: state.total)
-            per_rank += state.parameters // model.layout.dp + state.optimizer
-            if model.itemsize == FP32:
-                per_rank += state.gradients // model.layout.dp  # the optimizer's own copy is written, too
+            state = max((job.states[role, n] for n in range(model.layout.pp)), key=lambda state: state.total)
+            copy = state.gradients if model.itemsize == FP32 else 0  # the optimizer's own is written, too
+            per_rank += state.parameters // model.layout.dp + state.optimizer + copy // model.layout.dp
     return per_rank
 
 
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache", "refit", "total")
 
 
-class Replacement(NamedTuple):
-    """A way of another package to run the command, which replaces the table: its option --`name`. describe: lines for
-    the job, the file and the overrides; `parsed`: all options."""
-
-    name: str
-    help: str
-    describe: Callable[..., list[str]]
-
-
-class Extension(NamedTuple):
-    """Options that another package adds to the command, and the lines that it adds to the table; `asks` is the option
-    without which there are none."""
-
-    asks: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    lines_of: Callable[[TrainingPlan, argparse.Namespace], list[str]]
-    own: tuple[str, ...] = ()  # those of its options that nothing but the table has a use for
+WAYS = {  # of running the command in place of the table; --build adds to it
+    "refit": "bytes and memory only of a refit",
+    "build": "build the models, too, with torch: are they as planned?",
+    "search": "search for the fastest layouts, with --machine",
+    "calibrate": "fit --machine to the runs whose folders are given in place of CONFIG",
+}
 
 
-def main(
-    arguments: list[str],
-    load_job: Callable[[str], JobDescription],
-    extension: Extension,
-    replacements: Sequence[Replacement],
-) -> NoReturn:
+def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoReturn:
     """Run the subcommand; ends with code 2 and one line for a config that cannot run."""
     parser = exits.ArgumentParser(prog="hpcrl plan", description=(__doc__ or "").split(": ", 1)[1])
-    way = parser.add_mutually_exclusive_group()
-    way.add_argument("--refit", action="store_true", help="bytes and memory only of a refit")
-    way.add_argument("--build", action="store_true", help="build the models, too, with torch: are they as planned?")
-    for each in replacements:
-        way.add_argument(f"--{each.name}", action="store_true", help=each.help)
-    extension.add_arguments(parser)
+    group = parser.add_mutually_exclusive_group()
+    for way, text in WAYS.items():
+        group.add_argument(f"--{way}", action="store_const", const=way, dest="way", help=text)
+    time_table.add_arguments(parser)
+    search_command.add_arguments(parser)
     parser.add_argument("config", metavar="[JOB.py:]CONFIG", help="YAML file; before it, the file of a job of your own")
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
     parsed = parser.parse_intermixed_args(arguments)
-    if parsed.refit and getattr(parsed, extension.asks) is not None:
-        parser.error(f"found --{extension.asks} beside --refit, which prints a refit's bytes only; leave one out")
-    ways = [name for name in ("refit", *(each.name for each in replacements)) if getattr(parsed, name)]
-    for name in extension.own:
-        if ways and getattr(parsed, name):
-            parser.error(f"found --{name} beside --{ways[0]}, which has no use for it; leave one out")
+    if parsed.way == "refit" and parsed.machine is not None:
+        parser.error("found --machine beside --refit, which prints a refit's bytes only; leave one out")
+    if parsed.way not in (None, "build") and parsed.timeline:
+        parser.error(f"found --timeline beside --{parsed.way}, which has no use for it; leave one out")
     job, colon, path = parsed.config.rpartition(":")
     if "=" in parsed.config and not os.path.exists(path):
         parser.error(f"found the override {parsed.config!r} in place of a YAML file")
-
-    def added(job: TrainingPlan) -> list[str]:
-        return extension.lines_of(job, parsed)
-
-    description = refit.describe if parsed.refit else partial(describe, builds=parsed.build, added=added)
-    for each in replacements:
-        if getattr(parsed, each.name):
-            description = partial(each.describe, parsed=parsed)
+    ways: dict[str, Callable[..., list[str]]] = {
+        "refit": describe_refit,
+        "search": search_command.describe,
+        "calibrate": calibrate.calibration_lines,
+    }
     with exits.one_line_for_user_errors():
-        lines = description(load_job(job if colon else "train"), path, parsed.overrides)
+        lines = ways.get(parsed.way, describe)(load_job(job if colon else "train"), path, parsed.overrides, parsed)
     if is_first_launched(os.environ):
         print("\n".join(lines))
     sys.exit(exits.DONE)
 
 
 def describe(
-    described: JobDescription,
-    path: str,
-    overrides: Sequence[str] = (),
-    *,
-    builds: bool = False,
-    added: Callable[[TrainingPlan], list[str]] | None = None,
+    described: JobDescription, path: str, overrides: Sequence[str] = (), parsed: argparse.Namespace | None = None
 ) -> list[str]:
-    """The lines of the table. builds: whether the models are built, too. added: further lines."""
+    """The lines of the table. parsed: options of the command, which may add lines."""
     job = TrainingPlan(described.read_config(path, overrides), tuple(described.own_specs()))
     rows = job.rows()
     in_gib = tightest(rows).total >= GIB
@@ -137,8 +111,8 @@ def describe(
         "",
         *_fit(job, rows),
         *_costs(job),
-        *(_built(job) if builds else ()),
-        *(added(job) if added is not None else ()),
+        *(_built(job) if parsed is not None and parsed.way == "build" else ()),
+        *(time_table.lines_of(job, parsed) if parsed is not None else ()),
     ]
 
 
@@ -149,11 +123,9 @@ def _heading(path: str, job: TrainingPlan) -> Iterator[str]:
     works = {phase.role: phase.work for phase in job.phases if phase.work}
     for role, placed in job.derived.roles.items():
         layout = f"tp {placed.tp}  pp {placed.pp}  dp {placed.dp}"
-        line = f"  {role:<8} {layout:<20} ranks {format_spans(placed.ranks)}"
-        if role in works:
-            work = works[role]
-            line += f", micro-batches of {work.tokens} tokens, {work.rows} with outputs"
-        yield line
+        work = works.get(role)
+        batches = f", micro-batches of {work.tokens} tokens, {work.rows} with outputs" if work else ""
+        yield f"  {role:<8} {layout:<20} ranks {format_spans(placed.ranks)}{batches}"
 
 
 def _states(job: TrainingPlan, cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
@@ -175,13 +147,9 @@ def _phases(job: TrainingPlan, rows: Sequence[Row], cells: Callable[[Sequence[in
                 groups.setdefault((*row[2:], row.total), []).append(row)
         for numbers, members in groups.items():
             ranks = sorted(rank for row in members for rank in row.place.ranks)
-            yield f"  {phase.name:<14}{_stages(phase, members):<8}{_ranks(ranks):<12}{cells(numbers)}"
-
-
-def _stages(phase: Phase, rows: Sequence[Row]) -> str:
-    """Pipeline stages of the role that works."""
-    stages = sorted({row.place.stages[phase.role] for row in rows if phase.role in row.place.stages})
-    return format_spans(stages) if stages and phase.work else "-"
+            stages = sorted({row.place.stages.get(phase.role, 0) for row in members})
+            of_role = format_spans(stages) if phase.work else "-"
+            yield f"  {phase.name:<14}{of_role:<8}{_ranks(ranks):<12}{cells(numbers)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -246,12 +214,83 @@ def _built(job: TrainingPlan) -> Iterator[str]:
         platform.import_megatron()
         from hpcrl.forecast.memory.meta import parameter_bytes
 
-    start, count = time.perf_counter(), 0
+    start, count = time.perf_counter(), sum(model.layout.pp for model in job.models.values())
     for role, model in job.models.items():
         for stage in range(model.layout.pp):
             built, planned = parameter_bytes(model, stage), replace(model, optim=None).state(stage).parameters
             if built != planned:
                 raise RuntimeError(f"{role} of stage {stage} has {built} bytes of parameters, planned were {planned}")
-            count += 1
     seconds = time.perf_counter() - start
     yield f"  {'models':<22}{count} stages built on the meta device in {seconds:.1f} s; their parameters are as planned"
+
+
+NAMED = 4  # ranks that a row of a refit's table names
+
+
+def describe_refit(described: JobDescription, path: str, overrides: Sequence[str] = (), _: object = None) -> list[str]:
+    """The lines of a refit's table. Raises ConfigError or InputError, one line, for invalid layouts."""
+    job = TrainingPlan(described.read_config(path, overrides))
+    resharding, start = job.refit, time.perf_counter()
+    traffic = resharding.traffic()
+    totals = time.perf_counter() - start
+    busiest = max(traffic, key=lambda rank: traffic[rank].sent + traffic[rank].received)
+    start = time.perf_counter()
+    TrainingPlan(job.config).refit.plan_for_rank(busiest)
+    share = time.perf_counter() - start
+    return [
+        *_refit_heading(path, job),
+        "",
+        *_refit_table(job, traffic),
+        "",
+        *_refit_summary(job, traffic),
+        f"  {'planned in':<22}{share:.2f} s for the share of rank {busiest}, {totals:.2f} s for this table",
+    ]
+
+
+def _refit_heading(path: str, job: TrainingPlan) -> Iterator[str]:
+    config, refit, its = job.config, job.refit, job.config.job
+    parameters = sum(math.prod(shard.global_shape) for shard in shards(refit.shape))
+    dtype = config.rollout.dtype or config.model.dtype
+    yield f"refit of {path}: {its.nodes * its.ntasks_per_node} ranks, {its.nodes} nodes of {its.ntasks_per_node}"
+    sizes = f"{parameters / 1e9:.3g} B parameters, {size(parameters * refit.itemsize)} in {dtype}"
+    yield f"  model    {refit.shape.num_layers} layers, {sizes}"
+    for name, role, kind in (
+        ("actor", refit.source, f"{config.model.dtype}, megatron"),
+        ("rollout", refit.destination, f"{dtype}, engine {config.rollout.engine}"),
+    ):
+        yield f"  {name:<8} tp {role.tp}  pp {role.pp}  dp {role.dp}  ranks {format_spans(role.ranks)}, {kind}"
+
+
+def _refit_table(job: TrainingPlan, traffic: dict[int, RankTraffic]) -> Iterator[str]:
+    received = {rank: its.received for rank, its in traffic.items()}
+    shared = {rank: job.shared(rank) for rank in traffic}
+    copied = {rank: its.copied - shared[rank] for rank, its in traffic.items()}
+    rows = {
+        "sent": {rank: its.sent for rank, its in traffic.items()},
+        "received": received,
+        "least to receive": received,
+        "copied on the rank": copied,
+        "aliased": shared,
+        "engine's own weights": {rank: received[rank] + copied[rank] for rank in traffic},
+    }
+    yield f"  {'per rank':<22}{'min':>10}{'mean':>10}{'max':>10}  ranks with the most"
+    for name, values in rows.items():
+        most = max(values.values())
+        worst = [rank for rank, value in values.items() if value == most]
+        named = "-" if not most else "all" if len(worst) == len(values) else ", ".join(map(str, worst[:NAMED]))
+        more = f" and {len(worst) - NAMED} more" if NAMED < len(worst) < len(values) and most else ""
+        numbers = (min(values.values()), fmean(values.values()), most)
+        yield f"  {name:<22}{''.join(f'{size(number):>10}' for number in numbers)}  {named}{more}"
+
+
+def _refit_summary(job: TrainingPlan, traffic: dict[int, RankTraffic]) -> Iterator[str]:
+    refit, bucket = job.refit, job.config.rollout.checkpoint_engine.update_weights_bucket_megabytes
+    moved, crossed = sum(its.received for its in traffic.values()), refit.cross_node_bytes()
+    sent = [[traffic[rank].sent for rank in replicas] for replicas in refit.source.groups("cp", "dp")]
+    unevenness = max((max(each) / fmean(each) for each in sent if any(each)), default=1.0)
+    most = max(its.sent + its.received for its in traffic.values())
+    peak = f"at most {bucket} MiB" if most > bucket * MIB else size(most)
+    yield f"  {'moved over all ranks':<22}{size(moved)}, of it {size(crossed)} between nodes, the least possible"
+    yield f"  {'largest sender':<22}{unevenness:.3f} x the mean of the ranks that hold the same"
+    limit = f"update_weights_bucket_megabytes={bucket}"
+    yield f"  {'peak extra memory':<22}{peak} per rank, besides the weights ({limit})"

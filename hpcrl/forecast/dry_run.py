@@ -102,9 +102,8 @@ def _read(arguments: Sequence[str], job: JobDescription, world_size: int, enviro
     config = job.prepare(job.read_config(arguments[0], arguments[1:]))
     roles = job.check(config, world_size).roles
     fields = {name: role.grid for name, role in roles.items()}
-    return Placement(
-        fields, config.job.nodes * config.job.ntasks_per_node, [(key, file) for key, file in missing(config)]
-    )
+    absent = [(key, file) for key, file in missing(config)]
+    return Placement(fields, config.job.nodes * config.job.ntasks_per_node, absent)
 
 
 def _place(comm: MPI.Intracomm, layouts: Mapping[str, Layout]) -> Place:
@@ -152,10 +151,8 @@ def table(
     """The table that rank 0 prints."""
     nodes = [place.node for place in places]
     per_node = sorted(set(Counter(nodes).values()))
-    yield (
-        f"dry run: one world of {len(places)} ranks on {len(set(nodes))} node(s), "
-        f"{' or '.join(map(str, per_node))} on each"
-    )
+    each = " or ".join(map(str, per_node))
+    yield f"dry run: one world of {len(places)} ranks on {len(set(nodes))} node(s), {each} on each"
     width = max(map(len, layouts))
     yield f"  {'role':<{width}}  {'layout':<22}{'ranks':<14}" + "".join(f"{f'a {name} group':<22}" for name in SPANS)
     for role, layout in layouts.items():
@@ -165,11 +162,10 @@ def table(
         yield f"  {role:<{width}}  {shape:<22}{ranks:<14}{spans}".rstrip()
     last = len(places) - 1
     for rank in sorted({0, last}):
-        where = "; ".join(
-            " ".join([role, *(f"{axis} {at}" for axis, at in coord._asdict().items() if axis != "cp")])
-            for role, coord in places[rank].coords.items()
-        )
-        yield f"  rank {rank} on {nodes[rank]}: {where or 'in no role'}"
+        where = []
+        for role, coord in places[rank].coords.items():
+            where.append(" ".join([role, *(f"{axis} {at}" for axis, at in coord._asdict().items() if axis != "cp")]))
+        yield f"  rank {rank} on {nodes[rank]}: {'; '.join(where) or 'in no role'}"
     if not problems:
         peak = round(max(place.peak for place in places) / MIB)
         light = "" if "torch" in sys.modules else "none imported torch; "

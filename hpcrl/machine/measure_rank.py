@@ -116,7 +116,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]
 def attention_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """(flops, half_rows) of causal attention forward, fitted over lengths L.
 
-    Operations are counted as in `hpcrl.model.operations`: 2 * head_dim * (L + 1) * L per head, without products that
+    Operations are counted as in `hpcrl.model.shape`: 2 * head_dim * (L + 1) * L per head, without products that
     the mask removes. So the time divided by L + 1 is linear in L.
     """
     sizes = sizes_of(device)

@@ -1,18 +1,42 @@
-"""The architecture in a job's `model:` section, and which jobs and which models take pictures. No torch."""
+"""The architecture that a job's `model:` section describes, and which jobs and which models take pictures. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.model.families.config_json import hf_config, rope_from_hf, shape_from_hf
+from hpcrl.model.families.config_json import CONFIG, hf_config, read_shape, rope_from_hf, shape_from_hf
+from hpcrl.model.hf_files import Safetensors
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision, tower_tensors
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import Config, ModelConfig
+
+
+def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
+    """Return the shape described by a section `model:`, from its Hugging Face directory if it names one.
+
+    `num_tokens`: ids of the tokenizer; 0: not known. Raises InputError also if the directory's files do not fit the
+    shape.
+    """
+    if model.path is None:
+        shape = shape_from_yaml(model, num_tokens)
+    else:
+        folder = Path(model.path)
+        shape = read_shape(folder)
+        if shape.vocab_size < num_tokens:
+            raise InputError(
+                f"{folder / CONFIG}: vocab_size={shape.vocab_size} is below the tokenizer's {num_tokens}; use the "
+                "tokenizer of this model"
+            )
+        Safetensors(folder).check(shape)
+    if model.softmax_vocab == "tokenizer" and num_tokens:
+        shape = replace(shape, tokenizer_size=num_tokens)
+    return with_training(shape, model)
 
 
 def shape_from_yaml(model: ModelConfig, vocab_size: int) -> ModelShape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.model import params
-from hpcrl.model.blocks import transformer_engine
+from hpcrl.model.blocks.block import unsupported
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.megatron_versions import mlp_submodules
 
 with warnings.catch_warnings():
     # Megatron warns on import if Transformer Engine or Apex is missing; `hpcrl check` reports it instead.
@@ -33,6 +35,8 @@ with warnings.catch_warnings():
     from hpcrl.model.tower import build_tower
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     from hpcrl.config.schema import RecomputeConfig, TransformerEngineConfig
     from hpcrl.model.blocks.block import Layer
     from hpcrl.model.params import Head, Shard
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from hpcrl.runtime.groups import RoleGroups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the name in a config
+FP8_ROWS = 32  # 8-bit products need a multiple of 16 tokens, of 32 under the mxfp8 recipe
 
 
 def build_model(
@@ -63,7 +68,7 @@ def build_model(
     The weights are equal under any layout: each global parameter is drawn whole, by name, and then sliced. `exact`:
     bitwise equal to the native engine's exact mode (see hpcrl.model.exact). `sequence_parallel`: tensor-parallel ranks
     split the tokens between layers (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2); exact models never do,
-    because the order of summation differs. `te`: see hpcrl.model.blocks.transformer_engine. `lora`: the model is frozen
+    because the order of summation differs. `te`: see `uses_transformer_engine`. `lora`: the model is frozen
     and has adapters. `fp32_gradients`: linear layers and the head of the vocabulary add the gradients of their weights
     to `main_grad`, which megatron's wrapper gives them.
     """
@@ -72,11 +77,11 @@ def build_model(
         if groups.layout.cp > 1:
             raise InputError("rollout.exact=true with context parallelism is not supported; set cp to 1")
         check_exact(shape, groups.layout.tp, dtype, platform.device())
-    if shape.num_experts and groups.layout.tp > 1 and not sequence_parallel:
+    if shape.routed is not None and groups.layout.tp > 1 and not sequence_parallel:
         raise ValueError("experts with tensor parallelism need sequence_parallel=True: each rank routes its own tokens")
     local = local_shards(shape, groups, head, lora)
     device = device or platform.device()
-    uses_te = transformer_engine.is_used(te, device, shape, exact=exact, has_adapters=lora is not None)
+    uses_te = uses_transformer_engine(te, device, shape, exact=exact, has_adapters=lora is not None)
     config = transformer_config(
         shape, groups, dtype, sequence_parallel and not exact, recompute, te, fp32_gradients=fp32_gradients
     )
@@ -263,11 +268,63 @@ def _layer_spec(layer: Layer, groups: RoleGroups, exact: bool, uses_te: bool):  
     experts = layer.num_experts or None
     spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm")
     if uses_te:
-        transformer_engine.use_transformer_engine(spec)
+        use_transformer_engine(spec)
     for block in layer.blocks:
         block.use(spec, groups, exact=exact)
     layer.norms.use(spec, uses_te=uses_te)
     return spec
+
+
+def uses_transformer_engine(
+    cfg: TransformerEngineConfig | None,
+    device: torch.device,
+    shape: ModelShape,
+    *,
+    exact: bool,
+    has_adapters: bool = False,
+) -> bool:
+    """Whether the layers of a model on `device` are Transformer Engine's. Raises InputError for settings that cannot
+    work.
+
+    Never run: no machine with a GPU and Transformer Engine was available. Tests show that it is disabled if it cannot
+    be used, and that unsupported settings raise errors.
+    """
+    enable, other = None if cfg is None else cfg.enable, unsupported(shape.layers, "transformer_engine")
+    problems = {
+        "there is no GPU": device.type != "cuda",
+        "transformer_engine is not installed": importlib.util.find_spec("transformer_engine") is None,
+        "rollout.exact=true uses other layers": exact,
+        f"{other} uses other layers": other is not None,
+        "model.lora_rank needs megatron's own layers": has_adapters,
+    }
+    missing = next((problem for problem, is_found in problems.items() if is_found), None)
+    if enable and missing:
+        raise InputError(f"model.transformer_engine.enable=true, but {missing}; remove it or set it to null")
+    used = missing is None and enable is not False
+    if cfg is not None and cfg.fp8 is not None:
+        if not used:
+            raise InputError(
+                f"model.transformer_engine.fp8={cfg.fp8} needs Transformer Engine, but "
+                f"{missing or 'model.transformer_engine.enable is false'}; set fp8 to null"
+            )
+        if block := unsupported(shape.layers, "fp8"):
+            raise InputError(f"model.transformer_engine.fp8={cfg.fp8} with {block} is not supported; set fp8 to null")
+    return used
+
+
+def use_transformer_engine(spec: ModuleSpec) -> None:
+    """Replace linear layers and norms in a layer of megatron's local spec, in place.
+
+    Norms are not fused into the products after them, so that parameters have the same names and shapes as without
+    Transformer Engine, and checkpoints, loading and refit use one table. Attention is not replaced.
+    """
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
+    attention, mlp = layer.self_attention.submodules, mlp_submodules(spec)[0]
+    attention.linear_qkv, attention.linear_proj = TEColumnParallelLinear, TERowParallelLinear
+    mlp.linear_fc1, mlp.linear_fc2 = TEColumnParallelLinear, TERowParallelLinear
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, str], torch.nn.Parameter]:

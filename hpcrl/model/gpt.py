@@ -169,18 +169,6 @@ class PackedTokens(PackedSeqParams):
         """Cosine and sine of the rotary embedding, the largest tensors here, computed once on the device."""
         return self.rope(self.rope_positions)
 
-    def map(self, move: Callable[[Tensor], Tensor]) -> PackedTokens:
-        """Return a copy with `move` of each index tensor; see `hpcrl.batch.ragged.moved`."""
-        tensors: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        found: PackedTokens = replace(
-            self,
-            **tensors,
-            tails=self.tails and tuple(Tail(tail.queries, move(tail.keys)) for tail in self.tails),
-            routing=self.routing and self.routing.map(move),
-            pictures=self.pictures and self.pictures.map(move),
-        )
-        return found
-
 
 def pack(
     input_ids: Tensor,
@@ -255,18 +243,13 @@ class Deepstack(NamedTuple):
     features: tuple[Tensor, ...]
 
 
-class DeepstackHook:
+def _add_features(number: int, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """A forward hook of decoder layer `number` that adds features to the hidden states of placeholder tokens."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __call__(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        deepstack = kwargs["packed_seq_params"].deepstack
-        if deepstack is None:
-            return output
-        hidden, *rest = output
-        return hidden.index_add(0, deepstack.rows, deepstack.features[self._number].unsqueeze(1)), *rest
+    deepstack = kwargs["packed_seq_params"].deepstack
+    if deepstack is None:
+        return output
+    hidden, *rest = output
+    return hidden.index_add(0, deepstack.rows, deepstack.features[number].unsqueeze(1)), *rest
 
 
 class PackedGPT(GPTModel):
@@ -284,7 +267,7 @@ class PackedGPT(GPTModel):
         states after the first layers."""
         self.vision, self._vision = tower, vision
         for number in range(vision.num_deepstack):
-            self.decoder.layers[number].register_forward_hook(DeepstackHook(number), with_kwargs=True)
+            self.decoder.layers[number].register_forward_hook(partial(_add_features, number), with_kwargs=True)
 
     def forward(self, *args: Any, packed_seq_params: PackedTokens, **kwargs: Any) -> Tensor:
         if self.vision is not None and packed_seq_params.pictures is not None:

@@ -1,4 +1,5 @@
-"""Files of a Hugging Face directory: rows of tensors, tensors of files, and adapters in PEFT's format. No torch.
+"""Files of a Hugging Face directory: rows of tensors, tensors of files, and adapters in PEFT's format. No torch before
+tensors are read: each rank reads the slices that it needs, and writes whole tensors.
 
 The same spans serve reading, writing and the refit's planner: both formats have the same rows in another order.
 
@@ -12,14 +13,29 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcrl.model.families.config_json import CONFIG, family_of, hf_config
+from safetensors import SafetensorError, safe_open
+
+from hpcrl.model.blocks.block import Box
+from hpcrl.model.families.config_json import CONFIG, FAMILIES, hf_config, read_shape
 from hpcrl.model.families.family import LANGUAGE_MODEL
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Box, Shard, shards
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
-from hpcrl.sandbox.foreign_files import open_file, read_json
+from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_files import named, open_file, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Fields of a shape in which a directory's model may differ: its weights mean the same
+NOT_WEIGHTS = ("max_position_embeddings", "windows", "init_std", "family", "tokenizer_size")
 
 
 class Span(NamedTuple):
@@ -35,7 +51,7 @@ def spans(shape: ModelShape, shard: Shard) -> list[Span]:
     """Return the spans of a parameter. Rows that pad the vocabulary are in none."""
     name = shard.name
     if name.startswith(TOWER):
-        return [Span(0, f"{family_of(shape).tower}{name.removeprefix(TOWER)}", 0, shard.global_shape[0])]
+        return [Span(0, f"{FAMILIES[shape.family].tower}{name.removeprefix(TOWER)}", 0, shard.global_shape[0])]
     hf_names = hf_names_of(shape, name)
     if len(hf_names) == 1:
         rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else shard.global_shape[0]
@@ -53,7 +69,7 @@ def hf_names_of(shape: ModelShape, name: str) -> list[str]:
     """Return the names of the tensors whose rows a parameter of this global name has."""
     layer, expert = re.search(r"layers\.(\d+)\.", name), re.search(r"local_experts\.(\d+)\.", name)
     pattern = re.sub(r"local_experts\.\d+\.", "local_experts.#.", re.sub(r"layers\.\d+\.", "layers.*.", name))
-    hf_names = list(family_of(shape).names[pattern])
+    hf_names = list(FAMILIES[shape.family].names[pattern])
     for sign, number in (("*", layer), ("#", expert)):
         hf_names = [hf_name.replace(sign, number[1]) if number else hf_name for hf_name in hf_names]
     return hf_names
@@ -83,24 +99,14 @@ def _hf_shard(hf_name: str, parts: list[tuple[Shard, Span]]) -> Shard:
     return Shard(shard.name, hf_name, shard.global_shape, (rows, *cols), boxes, tp_replicated=True)
 
 
-class Slice(NamedTuple):
-    """A rectangle of a Hugging Face tensor, and its place in a local Megatron tensor; cols of 1-D tensors: (0, 1)."""
-
-    hf_name: str
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-    local_row: int
-    local_col: int
-
-
-def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
-    """Yield the slices of Hugging Face's tensors that make up a rank's part of a parameter."""
+def slices(shape: ModelShape, shard: Shard) -> Iterator[tuple[str, Box]]:
+    """Yield the slices of Hugging Face's tensors that make up a rank's part of a parameter: a tensor's name, and the
+    rows and columns of that tensor; cols of 1-D tensors are (0, 1)."""
     for span, box in ((span, box) for span in spans(shape, shard) for box in shard.boxes):
-        top, bottom = max(span.row, box.global_rows[0]), min(span.row + span.rows, box.global_rows[1])
-        if top < bottom:
-            shift = span.hf_row - span.row
-            row = box.local_row + top - box.global_rows[0]
-            yield Slice(span.hf_name, (top + shift, bottom + shift), box.global_cols, row, box.local_col)
+        part, shift = box.within((span.row, span.row + span.rows), box.global_cols), span.hf_row - span.row
+        if part is not None:
+            top, bottom = part.global_rows
+            yield span.hf_name, part._replace(global_rows=(top + shift, bottom + shift))
 
 
 def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
@@ -109,9 +115,9 @@ def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[
     for shard in hf_shards(shape):
         name, number = stack_of(shard.local_name)
         expected[name] = shard.local_shape
-        if number is not None:
-            also[name] = shape.num_experts, *shard.local_shape  # as transformers 5 saves them
-            expected[name] = shape.num_experts, *reversed(shard.local_shape)
+        if number is not None and shape.routed is not None:
+            also[name] = shape.routed.num_experts, *shard.local_shape  # as transformers 5 saves them
+            expected[name] = shape.routed.num_experts, *reversed(shard.local_shape)
     for name, size in expected.items():
         if name not in found:
             yield f"no tensor {name}"
@@ -126,8 +132,99 @@ def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[
             yield f"{name} is in the files but not in the model"
 
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
+    """Open a directory with a model of this `shape`. Raises InputError for a model that computes something else."""
+    found = read_shape(folder)
+    for field in fields(ModelShape):
+        found_value, expected = getattr(found, field.name), getattr(shape, field.name)
+        if field.name not in NOT_WEIGHTS and found_value != expected:
+            raise InputError(
+                f"{folder / CONFIG} describes another model: {field.name} is {found_value}, expected {expected}"
+            )
+    shape.check_windows(found, str(folder / CONFIG))
+    source = Safetensors(folder)
+    source.check(shape)
+    return source
+
+
+class Safetensors:
+    """The tensors of a directory's memory-mapped files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+        try:
+            if (folder / INDEX).exists():
+                found = read_json(folder / INDEX, folder)["weight_map"]
+                self._file_of = {str(name): str(file) for name, file in found.items()}
+            else:
+                self._file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise InputError(f"{folder}: {error}; expected {SINGLE} or {INDEX} beside {CONFIG}") from error
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise InputError if the files do not fit this model, from their headers: no tensor is read."""
+        problems = list(differing(shape, {name: tuple(self._slice(name).get_shape()) for name in self._file_of}))
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise InputError(f"{self._folder}: {problems[0]}{more}; copy the directory again, or fix {CONFIG}")
+
+    def load(self, shape: ModelShape, shards: list[Shard], weights: Mapping[str, Tensor]) -> None:
+        """Read a rank's parts of Megatron parameters into `weights`, by global names; padding rows become 0."""
+        for shard in shards:
+            out = weights[shard.name].detach().view(shard.local_shape[0], -1)
+            out.zero_()
+            for hf_name, box in slices(shape, shard):
+                name, number = stack_of(hf_name)
+                source = self._slice(name)
+                rows, cols = slice(*box.global_rows), slice(*box.global_cols)
+                with self._named(name):
+                    size, height = tuple(source.get_shape()), rows.stop - rows.start
+                    if number is not None and size[1:] == shard.global_shape:
+                        values = source[number, rows, cols]
+                    elif number is not None:
+                        values = source[number, cols, rows].T
+                    else:
+                        values = source[rows, cols] if len(size) == 2 else source[rows].reshape(height, -1)[:, cols]
+                height, width = values.shape
+                out[box.local_row : box.local_row + height, box.local_col : box.local_col + width].copy_(values)
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise InputError(f"{self._folder}: no tensor {name}; copy the directory again")
+        with self._named(name):
+            return self._file(self._file_of[name]).get_slice(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self._folder / name
+            if Path(name).name != name or not path.exists():  # the index is untrusted
+                raise FileNotFoundError(f"no file {name} in {self._folder}")
+            with named(path, self._folder) as opened:
+                self._open[name] = safe_open(opened, "pt")
+        return self._open[name]
+
+    @contextmanager
+    def _named(self, tensor: str) -> Iterator[None]:
+        """Context that converts errors into an InputError with the name of the file."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            path, reason = self._folder / self._file_of[tensor], " ".join(str(error).split())
+            raise InputError(f"{path}: {reason}; expected {tensor} in it: copy the directory again") from error
+
+
+def whole_tensors(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file by name, from those of its `hf_shards`: matrices of a stacked tensor become one."""
+    import torch
+
+    found: dict[str, list[Tensor]] = {}
+    for name, part in parts.items():
+        stack, number = stack_of(name)
+        found.setdefault(stack, []).append(part if number is None else part.T)
+    return {name: torch.stack(each) if name not in parts else each[0] for name, each in found.items()}
+
+
 MAX_BYTES = 5 * 10**9  # of a file, unless one tensor is larger; as in save_pretrained()
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),

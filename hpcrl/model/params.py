@@ -6,17 +6,16 @@ Building, checkpoints and refit all read this table.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from hpcrl.model.blocks.block import Layer, Projection, Size, Weight, unsupported
+from hpcrl.model.blocks.block import Box, Layer, Projection, Size, Weight, unsupported
 from hpcrl.model.blocks.norms import norm_weight
 from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora, ModelShape, is_adapter
 from hpcrl.model.vision import tower_tensors
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.layout import Layout
+from hpcrl.runtime.layout import Coord, ExpertCoord, Layout
 
 Head = Literal["lm", "value", "reward"]
 ONE_RANK = Layout((0,))
@@ -26,15 +25,6 @@ OUTPUT_LAYER = "output_layer.weight"
 TOWER = "vision."  # prefix of the vision tower's parameters
 # Different names, because a critic's head must not be loaded as a reward model's.
 SCALAR_HEADS: dict[Head, str] = {"value": "value_head.weight", "reward": "reward_head.weight"}
-
-
-class Box(NamedTuple):
-    """A rectangle of a global 2-D tensor (a 1-D tensor counts as (n, 1)) and where it starts in the local tensor."""
-
-    global_rows: tuple[int, int]
-    global_cols: tuple[int, int]
-    local_row: int
-    local_col: int
 
 
 class Shard(NamedTuple):
@@ -75,17 +65,17 @@ class Shard(NamedTuple):
 
 def engine_layout(shape: ModelShape, tp: int) -> Layout:
     """The layout of a generation engine's weights: split by tensor parallelism only, each expert too."""
-    return Layout(tuple(range(tp)), tp=tp, etp=tp if shape.num_experts else 1)
+    return Layout(tuple(range(tp)), tp=tp, etp=tp if shape.routed is not None else 1)
 
 
 def role_layout(shape: ModelShape, role: str, **grid: Any) -> Layout:
     """Return the layout of a role's ranks. Raises InputError if it does not fit the role's model. In rollout, expert
     tensor parallelism equals tensor parallelism."""
-    if role == "rollout" and shape.num_experts:
+    if role == "rollout" and shape.routed is not None:
         grid["etp"] = grid["tp"]
     layout = Layout(**grid)
     check_layout(shape, layout, f"placement.{role}")
-    for stage in range(layout.pp if shape.num_experts else 0):
+    for stage in range(layout.pp if shape.routed is not None else 0):
         chunks = [chunk_layers(shape.num_layers, stage, layout.pp, chunk, layout.vpp) for chunk in range(layout.vpp)]
         if not any(shape.layers[layer].num_experts for layers in chunks for layer in layers):
             raise InputError(
@@ -149,15 +139,16 @@ def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
 
 
 def _check_experts(shape: ModelShape, ep_size: int, etp_size: int, role: str) -> None:
-    if not shape.num_experts:
+    if shape.routed is None:
         if max(ep_size, etp_size) > 1:
             raise InputError(
                 f"{role}.ep={ep_size} and {role}.etp={etp_size} split experts, but the model has none; use 1"
             )
         return
+    mixture = shape.layers[shape.routed.layers[0]].mlp
     for key, size, what, whole in (
-        ("ep", ep_size, "num_experts", shape.num_experts),
-        ("etp", etp_size, "moe_ffn_hidden_size", shape.moe_ffn_hidden_size),
+        ("ep", ep_size, "num_experts", mixture.count_of_experts),
+        ("etp", etp_size, "moe_ffn_hidden_size", mixture.inner_width // max(mixture.choices, 1)),
     ):
         if whole % size:
             fitting = [n for n in range(1, size) if whole % n == 0]
@@ -196,61 +187,18 @@ def shards(
     or only the experts, which the expert grid (etp, ep, pp) splits.
     """
     check_layout(shape, layout)
-    coord, expert = layout.coord(rank), layout.expert_coord(rank)
-    return [
-        shard
-        for chunk in range(layout.vpp)
-        for shard in _Chunk(
-            shape,
-            first=(coord.pp, chunk) == (0, 0),
-            last=(coord.pp, chunk) == (layout.pp - 1, layout.vpp - 1),
-            layers=chunk_layers(shape.num_layers, coord.pp, layout.pp, chunk, layout.vpp),
-            dense=_Split(coord.tp, layout.tp, chunk),
-            experts=_Split(expert.etp, layout.etp, chunk, is_expert=True),
-            ep_rank=expert.ep,
-            ep_size=layout.ep,
-            head=head,
-            lora=lora,
-        ).shards(part)
-    ]
+    coords = layout.coord(rank), layout.expert_coord(rank)
+    chunks = [_Chunk(shape, layout, *coords, number, head, lora) for number in range(layout.vpp)]
+    return [shard for chunk in chunks for shard in chunk.shards(part)]
 
 
-@dataclass(frozen=True)
-class _Split:
-    """How tensor parallelism, dense or of experts, splits a parameter: the part of one of its ranks."""
-
-    rank: int
-    size: int
-    chunk: int
-    is_expert: bool = False
-
-    def whole(self, name: str, shape: Size, local_name: str | None = None) -> Shard:
-        box = Box((0, shape[0]), (0, math.prod(shape[1:])), 0, 0)
-        return self._shard(name, local_name, shape, shape, box, replicated=True)
-
-    def rows(self, name: str, shape: Size, local_name: str | None = None) -> Shard:
-        rows, *cols = shape[0] // self.size, *shape[1:]
-        box = Box((self.rank * rows, (self.rank + 1) * rows), (0, cols[0] if cols else 1), 0, 0)
-        return self._shard(name, local_name, shape, (rows, *cols), box)
-
-    def cols(self, name: str, shape: Size, local_name: str | None = None) -> Shard:
-        rows, cols = shape[0], shape[1] // self.size
-        box = Box((0, rows), (self.rank * cols, (self.rank + 1) * cols), 0, 0)
-        return self._shard(name, local_name, shape, (rows, cols), box)
-
-    def gated(self, name: str, shape: Size, local_name: str | None = None) -> Shard:
-        """Globally [gate; up], locally [gate shard; up shard]."""
-        ffn, cols = shape[0] // 2, shape[1]
-        rows = ffn // self.size
-        start = self.rank * rows
-        gate = Box((start, start + rows), (0, cols), 0, 0)
-        up = Box((ffn + start, ffn + start + rows), (0, cols), rows, 0)
-        return self._shard(name, local_name, shape, (2 * rows, cols), gate, up)
-
-    def _shard(
-        self, name: str, local_name: str | None, shape: Size, local_shape: Size, *boxes: Box, replicated: bool = False
-    ) -> Shard:
-        return Shard(name, local_name or name, shape, local_shape, boxes, replicated, self.chunk, self.is_expert)
+def shard_of(
+    weight: Weight, rank: int, ranks: int, name: str, local_name: str, chunk: int = 0, is_expert: bool = False
+) -> Shard:
+    """Return the part of a weight that one of `ranks` ranks has."""
+    size, boxes, is_whole = weight.local_size(ranks), weight.boxes(rank, ranks), weight.cut == "whole"
+    flags = is_whole, chunk, is_expert, weight.is_frozen
+    return Shard(name, local_name, weight.size, size, boxes, *flags, weight.projections, weight.initial)
 
 
 @dataclass(frozen=True)
@@ -258,35 +206,36 @@ class _Chunk:
     """Consecutive layers on one rank, with the embedding before the model's first layer and the head after its last."""
 
     shape: ModelShape
-    layers: range
-    first: bool
-    last: bool
-    dense: _Split
-    experts: _Split
-    ep_rank: int
-    ep_size: int
+    layout: Layout
+    coord: Coord
+    expert: ExpertCoord
+    number: int
     head: Head
     lora: Lora | None
 
     def shards(self, part: str) -> Iterator[Shard]:
-        has_dense = part != "experts"
-        if self.first and has_dense:
-            yield self.dense.rows(EMBEDDING, self._vocabulary)
-        for local, layer in enumerate(self.layers):
-            prefixes = f"decoder.layers.{layer}.", f"decoder.layers.{local}."
-            of_layer = self.shape.layers[layer]
-            if has_dense:
-                yield from self._layer(of_layer, *prefixes)
+        layout, has_dense = self.layout, part != "experts"
+        layers = chunk_layers(self.shape.num_layers, self.coord.pp, layout.pp, self.number, layout.vpp)
+        if self._is_first and has_dense:
+            yield from self._of(self._embedding)
+        for local, layer in enumerate(layers):
+            of_layer, prefixes = self.shape.layers[layer], (f"decoder.layers.{layer}.", f"decoder.layers.{local}.")
+            for weight in of_layer.weights if has_dense else ():
+                yield from self._of(weight, *prefixes)
             if part != "dense":
                 yield from self._experts(of_layer, *prefixes)
-        if self.last and has_dense:
+        if has_dense and (self.coord.pp, self.number) == (layout.pp - 1, layout.vpp - 1):
             yield from self._head()
-        if self.first and has_dense:
+        if self._is_first and has_dense:
             yield from self._tower()
 
     @property
-    def _vocabulary(self) -> tuple[int, int]:
-        return self.shape.padded_vocab_size, self.shape.hidden_size
+    def _is_first(self) -> bool:
+        return (self.coord.pp, self.number) == (0, 0)
+
+    @property
+    def _embedding(self) -> Weight:
+        return Weight(EMBEDDING, (self.shape.padded_vocab_size, self.shape.hidden_size), "rows")
 
     def _tower(self) -> Iterator[Shard]:
         """The vision tower, whole on every rank; its ranks divide the pictures."""
@@ -294,44 +243,28 @@ class _Chunk:
         if vision is None:
             return
         for name, size in tower_tensors(vision).items():
-            yield self.dense.whole(f"{TOWER}{name}", size)._replace(is_frozen=not vision.is_trained(name))
-
-    def _layer(self, layer: Layer, prefix: str, local: str) -> Iterator[Shard]:
-        """All parameters of a layer except its experts."""
-        for weight in layer.weights:
-            yield from self._of_weight(self.dense, weight, prefix, local)
+            yield from self._of(Weight(f"{TOWER}{name}", size, is_frozen=not vision.is_trained(name)))
 
     def _experts(self, layer: Layer, prefix: str, local: str) -> Iterator[Shard]:
-        each = layer.num_experts // self.ep_size
+        each = layer.num_experts // self.layout.ep
         for number in range(each):
-            names = [f"mlp.experts.local_experts.{n}." for n in (self.ep_rank * each + number, number)]
+            names = [f"mlp.experts.local_experts.{n}." for n in (self.expert.ep * each + number, number)]
             for weight in layer.expert_weights:
-                yield from self._of_weight(self.experts, weight, f"{prefix}{names[0]}", f"{local}{names[1]}")
+                yield from self._of(weight, f"{prefix}{names[0]}", f"{local}{names[1]}", is_expert=True)
 
-    def _of_weight(self, split: _Split, weight: Weight, prefix: str, local: str) -> Iterator[Shard]:
-        """Yield a weight, then A (r, in) and B (out, r) of the adapters of its projections, split as it is."""
-        shard: Shard = getattr(split, weight.cut)(f"{prefix}{weight.name}", weight.size, f"{local}{weight.name}")
-        yield shard._replace(is_frozen=weight.is_frozen, projections=weight.projections, initial=weight.initial)
-        if self.lora is None or len(weight.size) != 2:
-            return
-        rank, by_columns = self.lora.rank, weight.cut == "cols"
-        parent = weight.name.removesuffix("weight").rpartition("linear_")[0]
-        for projection in weight.projections:
-            if projection.name in self.lora.targets:
-                for cut, factor, size in (
-                    (split.cols if by_columns else split.whole, "lora_A", (rank, weight.size[1])),
-                    (split.whole if by_columns else split.rows, "lora_B", (weight.periods * projection.rows, rank)),
-                ):
-                    name = f"{parent}{projection.name}.{factor}"
-                    yield cut(f"{prefix}{name}", size, f"{local}{name}")
+    def _of(self, weight: Weight, prefix: str = "", local: str = "", *, is_expert: bool = False) -> Iterator[Shard]:
+        """Yield a rank's part of a weight, then those of the adapters of its projections."""
+        place = (self.expert.etp, self.layout.etp) if is_expert else (self.coord.tp, self.layout.tp)
+        for each in (weight, *weight.adapters(self.lora)):
+            yield shard_of(each, *place, f"{prefix}{each.name}", f"{local}{each.name}", self.number, is_expert)
 
     def _head(self) -> Iterator[Shard]:
-        shape = self.shape
-        norm = norm_weight("final_layernorm", shape.hidden_size, shape.layers[-1].norms.zero_centered)
-        yield from self._of_weight(self.dense, norm, "decoder.", "decoder.")
+        hidden, output = self.shape.hidden_size, self._embedding
+        yield from self._of(norm_weight("decoder.final_layernorm", hidden, self.shape.layers[-1].norms.zero_centered))
         if self.head in SCALAR_HEADS:
-            yield self.dense.whole(SCALAR_HEADS[self.head], (1, shape.hidden_size), OUTPUT_LAYER)
-        elif not shape.tie_word_embeddings:
-            yield self.dense.rows(OUTPUT_LAYER, self._vocabulary)
-        elif not self.first:
-            yield self.dense.rows(EMBEDDING, self._vocabulary, OUTPUT_LAYER)
+            output = Weight(SCALAR_HEADS[self.head], (1, hidden))
+        elif not self.shape.tie_word_embeddings:
+            output = replace(output, name=OUTPUT_LAYER)
+        elif self._is_first:
+            return
+        yield from (shard._replace(local_name=OUTPUT_LAYER) for shard in self._of(output))

@@ -1,20 +1,23 @@
-"""The architecture of a model in numbers, and its low-rank adapters. No torch, no ranks."""
+"""The architecture of a model in numbers, the operations of a pass, and low-rank adapters. No torch, no ranks."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Literal
 
 from hpcrl.model.blocks.attention import Attention
-from hpcrl.model.blocks.block import Block, Layer
+from hpcrl.model.blocks.block import Block, Layer, blocks_of
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.latent import Latent, LatentAttention
+from hpcrl.model.blocks.micro_batch import MicroBatch, seen_pairs
 from hpcrl.model.blocks.mixture import MixtureOfExperts, RoutedExperts
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.layout import Layout
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import ModelConfig
@@ -213,6 +216,48 @@ class ModelShape:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 64 under any layout, so that checkpoints do not depend on it."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -> float:
+    """Return the operations of one pass over sequences of these lengths, with the head at `num_outputs` of their
+    tokens.
+
+    Each weight of a matrix counts 2 per token, active experts only. Each head of causal attention counts 2 * head_dim *
+    (L + 1) L / 2 for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms, rotary embedding and softmax
+    do not count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). For a vision tower see
+    `hpcrl.model.vision.tower_flops`.
+    """
+    per_token, per_output, per_pair = operations(shape)
+    each = list(lengths)
+    attention = sum(width * seen_pairs(length, sees) for sees, width in per_pair for length in each)
+    return per_token * sum(each) + per_output * num_outputs + attention
+
+
+def training_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int, *, has_adapters: bool = False) -> float:
+    """Return the operations of a forward and a backward pass.
+
+    The backward pass takes two products per product, and recomputation does not count. If only adapters are trained, it
+    takes one per product with a weight, and the adapters' own products are negligible.
+    """
+    each = list(lengths)
+    total = 3.0 * forward_flops(shape, each, num_outputs)
+    if not has_adapters:
+        return total
+    per_token, per_output, _ = operations(shape)
+    return total - per_token * sum(each) - per_output * num_outputs
+
+
+@cache
+def operations(shape: ModelShape) -> tuple[float, float, tuple[tuple[int | None, float], ...]]:
+    """Return the operations of a forward pass per token, per output of the head, and per pair of tokens of which one
+    attends to the other, by the tokens that a token sees (see `seen_pairs`)."""
+    token, per_token = MicroBatch(Layout((0,)), 1, 1), 0.0
+    per_pair: dict[int | None, float] = {}
+    for block, count in blocks_of(shape.layers).items():
+        its = block.computation(token)
+        per_token += count * sum(each.rows * sum(map(math.prod, each.matrices)) for each in its.products)
+        per_pair[its.sees] = per_pair.get(its.sees, 0.0) + 2.0 * count * its.pair_width
+    return 2.0 * per_token, 2.0 * shape.padded_vocab_size * shape.hidden_size, tuple(per_pair.items())
 
 
 # Projections with adapters, by Llama's names.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hpcrl.batch.packing import balanced_assignment
+from hpcrl.batch.ragged import ON_HOST
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -168,12 +169,8 @@ class PackedPictures:
 
     rows: Tensor
     sources: Tensor
-    features: Tensor | None
-    pixels: Pixels | None
-
-    def map(self, move: Callable[[Tensor], Tensor]) -> PackedPictures:
-        """Return a copy with `move` of each index tensor."""
-        return replace(self, rows=move(self.rows), sources=move(self.sources))
+    features: Tensor | None = field(metadata=ON_HOST)
+    pixels: Pixels | None = field(metadata=ON_HOST)
 
     def within(self, first: int, stop: int) -> PackedPictures:
         """Those of the tokens [first, stop), counted from `first`."""

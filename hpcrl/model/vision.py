@@ -1,9 +1,10 @@
-"""Vision-language models in numbers: the tower of config.json, and its tensors. No torch."""
+"""Vision-language models in numbers: the tower of config.json, its tensors and its operations. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -176,6 +177,37 @@ def tower_tensors(vision: Vision) -> dict[str, Size]:
     return dict(_qwen3_tensors(vision.tower) if vision.mrope_interleaved else _qwen2_5_tensors(vision.tower))
 
 
+def tower_flops(vision: Vision, grids: Iterable[Sequence[int]]) -> float:
+    """Return the operations of the vision tower's pass over pictures, given their patches in time, height and width.
+
+    2 per weight of a matrix and patch, of a merger and token, and 4 * hidden_size per pair of patches that attend to
+    each other: those of a frame, or of a window of it.
+    """
+    tower, merged = vision.tower, vision.merge_size**2
+    per_patch = 0.0
+    for name, size in tower_tensors(vision).items():
+        if len(size) > 1 and name != "pos_embed.weight":
+            per_patch += 2.0 * math.prod(size) / (merged if vision.is_merger(name) else 1)
+    num_full, window = int(tower["depth"]), 0
+    if not vision.mrope_interleaved:
+        num_full, window = len(tower["fullatt_block_indexes"]), int(tower["window_size"]) // vision.patch_size
+    total = 0.0
+    for time, height, width in grids:
+        frame = height * width
+        pairs = num_full * frame**2
+        if window:
+            squares = [side // window * window**2 + (side % window) ** 2 for side in (height, width)]
+            pairs += (int(tower["depth"]) - num_full) * squares[0] * squares[1]
+        total += time * (frame * per_patch + 4.0 * int(tower["hidden_size"]) * pairs)
+    return total
+
+
+def tower_training_factor(vision: Vision) -> float:
+    """Return the operations of training as a multiple of `tower_flops`. If only the merger is trained, its own backward
+    pass, a few percent, does not count."""
+    return 3.0 if vision.train in ("tower", "all") else 1.0
+
+
 def _linear(name: str, rows: int, cols: int) -> Iterator[tuple[str, Size]]:
     yield f"{name}.weight", (rows, cols)
     yield f"{name}.bias", (rows,)
@@ -187,19 +219,26 @@ def _patch_embed(tower: Mapping[str, Any]) -> tuple[str, Size]:
     return "patch_embed.proj.weight", kernel
 
 
+def _blocks(
+    tower: Mapping[str, Any], norms: Sequence[str], mlp: Mapping[str, tuple[int, int]]
+) -> Iterator[tuple[str, Size]]:
+    """The tensors of the layers: their norms, attention and linear layers of the MLP."""
+    hidden = tower["hidden_size"]
+    for layer in range(tower["depth"]):
+        block = f"blocks.{layer}."
+        yield from ((f"{block}{name}", (hidden,)) for name in norms)
+        yield from _linear(f"{block}attn.qkv", 3 * hidden, hidden)
+        yield from _linear(f"{block}attn.proj", hidden, hidden)
+        for name, size in mlp.items():
+            yield from _linear(f"{block}mlp.{name}", *size)
+
+
 def _qwen2_5_tensors(tower: Mapping[str, Any]) -> Iterator[tuple[str, Size]]:
     hidden, ffn = tower["hidden_size"], tower["intermediate_size"]
     merged = hidden * tower["spatial_merge_size"] ** 2
     yield _patch_embed(tower)
-    for layer in range(tower["depth"]):
-        block = f"blocks.{layer}."
-        yield f"{block}norm1.weight", (hidden,)
-        yield f"{block}norm2.weight", (hidden,)
-        yield from _linear(f"{block}attn.qkv", 3 * hidden, hidden)
-        yield from _linear(f"{block}attn.proj", hidden, hidden)
-        for name in ("gate_proj", "up_proj"):
-            yield from _linear(f"{block}mlp.{name}", ffn, hidden)
-        yield from _linear(f"{block}mlp.down_proj", hidden, ffn)
+    mlp = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+    yield from _blocks(tower, ("norm1.weight", "norm2.weight"), mlp)
     yield "merger.ln_q.weight", (hidden,)
     yield from _linear("merger.mlp.0", merged, merged)
     yield from _linear("merger.mlp.2", tower["out_hidden_size"], merged)
@@ -211,15 +250,8 @@ def _qwen3_tensors(tower: Mapping[str, Any]) -> Iterator[tuple[str, Size]]:
     yield _patch_embed(tower)
     yield "patch_embed.proj.bias", (hidden,)
     yield "pos_embed.weight", (tower["num_position_embeddings"], hidden)
-    for layer in range(tower["depth"]):
-        block = f"blocks.{layer}."
-        for norm in ("norm1", "norm2"):
-            yield f"{block}{norm}.weight", (hidden,)
-            yield f"{block}{norm}.bias", (hidden,)
-        yield from _linear(f"{block}attn.qkv", 3 * hidden, hidden)
-        yield from _linear(f"{block}attn.proj", hidden, hidden)
-        yield from _linear(f"{block}mlp.linear_fc1", ffn, hidden)
-        yield from _linear(f"{block}mlp.linear_fc2", hidden, ffn)
+    norms = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias")
+    yield from _blocks(tower, norms, {"linear_fc1": (ffn, hidden), "linear_fc2": (hidden, ffn)})
     further = [f"deepstack_merger_list.{number}" for number in range(len(tower.get("deepstack_visual_indexes", ())))]
     for merger in ("merger", *further):
         width = hidden if merger == "merger" else merged

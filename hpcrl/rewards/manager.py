@@ -8,9 +8,9 @@ import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from hpcrl.algorithms.parameters import LazyModule, NoParameters, Registry, param, parameters_of
+from hpcrl.algorithms.parameters import NoParameters, Registry, np, param, parameters_of
 from hpcrl.rewards.registry import rule_for
 from hpcrl.rewards.score_worker import Source
 from hpcrl.rewards.scorers.limits import STOPPED
@@ -19,11 +19,6 @@ from hpcrl.runtime.spans import spans
 from hpcrl.sandbox.isolation import probe_in_child
 from hpcrl.sandbox.process_pool import ProcessPool, RateLimit, TimeBudget
 from hpcrl.sandbox.worker import Outcome
-
-if TYPE_CHECKING:
-    import numpy as np
-else:
-    np = LazyModule("numpy")
 
 log = logging.getLogger(__name__)
 

@@ -163,7 +163,6 @@ class RequestSource(Protocol):
         Called about once a token. `idle`: the engine has no other work, so the call may wait. Every rank of the replica
         gets the same result of the same call.
         """
-        ...
 
 
 class RolloutEngine(Protocol):
@@ -173,19 +172,16 @@ class RolloutEngine(Protocol):
 
     def weights(self) -> dict[str, Tensor]:
         """Return this rank's shards by name, in buffers that live as long as the engine. Refit writes to them."""
-        ...
 
     def adopt(self, name: str, tensor: Tensor) -> None:
         """Replace weight `name` by `tensor`, of the same shape, dtype and device; the engine's own buffer is freed.
 
         The owner of `tensor` may change it between generations.
         """
-        ...
 
     def updating_weights(self) -> AbstractContextManager[None]:
         """Context in which `weights()` may be written. No generation may be in progress, and nothing cached outlives
         it."""
-        ...
 
     def generate(
         self,
@@ -206,12 +202,53 @@ class RolloutEngine(Protocol):
         `should_abort()` is called about once a token and returns the same on every rank of the replica; if it is true,
         running and waiting sequences end at once with finish_reason "abort" (without a call of `on_finished`).
         """
-        ...
 
     def sleep(self) -> None:
         """Free the memory that only generation needs; weights stay."""
-        ...
 
     def wake(self) -> None:
         """Allocate that memory again."""
-        ...
+
+
+class Call(Protocol):
+    """One call of `generate`, with the same requests on every rank of the replica."""
+
+    completions: dict[int, Completion]  # by the index of the request
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is open."""
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Open requests, numbered in their order."""
+
+    def step(self) -> None:
+        """Advance the open requests by about a token."""
+
+    def abort(self) -> None:
+        """End all open requests."""
+
+
+def completed(
+    call: Call,
+    requests: Sequence[Request],
+    source: RequestSource | None = None,
+    on_step: Callable[[], None] | None = None,
+    should_abort: Callable[[], bool] | None = None,
+) -> list[Completion]:
+    """Return the completions of a call; the arguments are those of `RolloutEngine.generate`."""
+    call.add(requests)
+    while should_abort is None or not should_abort():
+        if source is not None:
+            more = source.take(idle=not call.has_work)
+            source = None if more is None else source
+            call.add(more or ())
+        if call.has_work:
+            call.step()
+            if on_step is not None:
+                on_step()
+        elif source is None:
+            break
+    if call.has_work:
+        call.abort()
+    return [call.completions[index] for index in range(len(call.completions))]

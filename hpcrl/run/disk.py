@@ -11,7 +11,7 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.engine.checkpoint.store import CheckpointStore
-from hpcrl.forecast.memory.refit import size
+from hpcrl.forecast.memory.memory import size
 from hpcrl.forecast.memory.state import ITEMSIZE, RoleModel, checkpoint_bytes, kept_checkpoints, rollout_bytes
 from hpcrl.model.shape import Lora
 

@@ -17,8 +17,8 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.busy import BusyReport, MemoryUse
 from hpcrl.controller.controller import Controller, Future
-from hpcrl.model.operations import forward_flops, tower_training_factor, training_flops
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import ModelShape, forward_flops, training_flops
+from hpcrl.model.vision import tower_training_factor
 from hpcrl.runtime.watchdog import STRAGGLERS_FILE
 
 

@@ -18,9 +18,8 @@ import numpy as np
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
-from hpcrl.forecast.time.layers import with_measured_load
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.step import APART, Prediction, forget_lengths, predict
+from hpcrl.forecast.time.step import APART, Prediction, forget_lengths, predict, with_measured_load
 from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.run.performance import EXCESS, STEPS, Slow
 

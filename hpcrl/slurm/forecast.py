@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO, Config, seconds_of
 from hpcrl.forecast.memory.memory import TrainingPlan
-from hpcrl.forecast.time.candidates import AXES
-from hpcrl.forecast.time.search import Result, Search
-from hpcrl.forecast.time.search_command import Asked, has_rollout
-from hpcrl.forecast.time.slices import Slice, clock, counted, divide, shortest, slice_of
+from hpcrl.forecast.time.search import AXES, Result, Search
+from hpcrl.forecast.time.search_command import Asked, Slice, clock, counted, divide, has_rollout, shortest
 from hpcrl.forecast.time.step import Prediction, predict
 from hpcrl.forecast.time.table import lengths_of
 from hpcrl.machine.machine_file import read_machine
@@ -37,10 +35,7 @@ class Forecast:
         return self.asked.config
 
     def slice(self, length: float) -> Slice:
-        asked = self.asked
-        return slice_of(
-            TrainingPlan(asked.config, asked.own_roles), asked.machine, asked.lengths, length, asked.measured
-        )
+        return self.asked.slice(TrainingPlan(self.config, self.asked.own_roles), length)
 
     def time(self, max_time: str | None) -> str:
         """The job.time in which the run ends if its steps take as long as they may by the machine's spread, at most

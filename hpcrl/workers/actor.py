@@ -200,7 +200,9 @@ class ActorWorker(ModelWorker):
         """
         step = batch.meta_info["step"]
         outputs: dict[str, Ragged] | None = None if "old_log_probs" in batch.tokens else {}
-        record = UpdateRecord(self.objective) if self._records_update(step) else None
+        # the samples of PF-PPO are not those of the step
+        records = step in self.config.trainer.record_update_steps and not self.config.algorithm.use_pf_ppo
+        record = UpdateRecord(self.objective) if records else None
         updates = []
         with self.engine.update():
             for number, rows in enumerate(self.updates.rows(batch)):
@@ -227,10 +229,6 @@ class ActorWorker(ModelWorker):
         against_rollout = to_floats(self._corrected(batch, outputs["log_probs"]).metrics)
         tokens = found.tokens | recorded
         return DataProto(tokens, {}, {"metrics": [found.meta_info["metrics"] | against_rollout | metrics]})
-
-    def _records_update(self, step: int) -> bool:
-        """Whether the step's archive has the columns of its update; the samples of PF-PPO are not those of the step."""
-        return step in self.config.trainer.record_update_steps and not self.config.algorithm.use_pf_ppo
 
     def _recorded(self, batch: DataProto, record: UpdateRecord) -> Columns:
         """UPDATE_COLUMNS, on the leader. Collective over the role: it runs the model after the step."""

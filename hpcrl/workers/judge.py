@@ -6,10 +6,8 @@ import gc
 import json
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,7 +28,7 @@ from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.offload import HostMemory, Offload, Offloadable, storages_of
 from hpcrl.model.build import DTYPES, copy_boxes, initial_weight
-from hpcrl.model.hf_directory import open_weights
+from hpcrl.model.hf_files import open_weights
 from hpcrl.model.params import Shard, engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rewards.judge import Question, Sample, sample_scores
@@ -135,14 +133,6 @@ RETRY_TEMPERATURE = 1.0  # where the first answer is the likeliest one: that wou
 SHOWN = 200  # characters of an answer in the log
 
 
-@dataclass
-class Counts:
-    """Answers that a call needed, and those of them that were there already."""
-
-    needed: int = 0
-    cached: int = 0
-
-
 class JudgeWorker(Worker):
     """Asks the judge about responses. Questions and answers are on leaders; the other ranks generate with them."""
 
@@ -232,7 +222,7 @@ class JudgeWorker(Worker):
         """
         samples = self._samples(batch) if self.is_leader else []
         questions = self.prompts.judging.questions(samples)
-        counts = Counts()
+        counts = Counter[str]()  # answers that this call needs, and those of them that are there already
         answers = self._answers(questions, counts)
         if not self.is_leader:
             return DataProto()
@@ -249,7 +239,7 @@ class JudgeWorker(Worker):
         metrics = {
             "reward/judge/mean": Mean(float(sum(known)), float(len(known))),
             "reward/judge/unparsed_ratio": Mean(float(len(scores) - len(known)), float(len(scores))),
-            "perf/judge/cached_ratio": Mean(float(counts.cached), float(counts.needed)),
+            "perf/judge/cached_ratio": Mean(float(counts["cached"]), float(counts["needed"])),
         }
         return DataProto(
             {"verdicts": Ragged.from_rows([encoded(answers) for answers in about], np.uint8)},
@@ -267,27 +257,29 @@ class JudgeWorker(Worker):
             for row, response, group in zip(rows, responses_of(batch), groups, strict=True)
         ]
 
-    def _answers(self, questions: Sequence[Question], counts: Counts) -> dict[str, str | None]:
+    def _answers(self, questions: Sequence[Question], counts: Counter[str]) -> dict[str, str | None]:
         """Text of each question -> the judge's last answer, on the leader; collective over the replica."""
         asked = {question.text: question for question in questions}
         prompts = {text: self.prompts.encode(text) for text in asked}
         answers: dict[str, str | None] = dict.fromkeys(asked)
         left = {text: question for text, question in asked.items() if prompts[text].ids is not None}
-        with self._awake():
+        with self.offload.on_device("parameters"):
+            self.engine.wake()
             for attempt in range(1 + self.cfg.num_retries):
                 answers |= self._attempt({text: prompts[text] for text in left}, attempt, counts)
                 left = {text: one for text, one in left.items() if self._value(one, answers[text]) is None}
+            self.engine.sleep()
         return answers
 
-    def _attempt(self, prompts: dict[str, Encoded], attempt: int, counts: Counts) -> dict[str, str | None]:
+    def _attempt(self, prompts: dict[str, Encoded], attempt: int, counts: Counter[str]) -> dict[str, str | None]:
         """An answer to each prompt, cached or drawn."""
         temperature = self.cfg.temperature or (RETRY_TEMPERATURE if attempt else 0.0)
-        names = {text: self._name(prompt.text, temperature, attempt) for text, prompt in prompts.items()}
+        judge = self.weights_name, self.seed, self.cfg.max_response_length, temperature, attempt
+        names = {text: answer_key(*judge, prompt.text) for text, prompt in prompts.items()}  # in the cache
         answers: dict[str, str | None] = {}
         if self.cache is not None:
             answers = {text: answer for text, name in names.items() if (answer := self.cache.get(name)) is not None}
-        counts.needed += len(prompts)
-        counts.cached += len(answers)
+        counts.update(needed=len(prompts), cached=len(answers))
         wanted = [text for text in prompts if text not in answers]
         requests = [Request(prompts[text].ids or [], answer_key(prompts[text].text), attempt) for text in wanted]
         requests = self.context.broadcast(self.layout, requests if self.is_leader and requests else None) or []
@@ -302,18 +294,6 @@ class JudgeWorker(Worker):
         options: dict[str, Any] = {"on_finished": finished, "on_step": self._on_step}
         self.engine.generate(requests, sampling, seed=self.seed, step=0, **options)
         return answers
-
-    def _name(self, prompt: str, temperature: float, attempt: int) -> str:
-        """Name of an answer in the cache."""
-        return answer_key(self.weights_name, self.seed, self.cfg.max_response_length, temperature, attempt, prompt)
-
-    @contextmanager
-    def _awake(self) -> Iterator[None]:
-        """Context in which the engine has its weights and its KV cache on the device."""
-        with self.offload.on_device("parameters"):
-            self.engine.wake()
-            yield
-            self.engine.sleep()
 
     def _value(self, question: Question, answer: str | None) -> float | None:
         return None if answer is None else self.prompts.judging.value(question, answer)

@@ -22,7 +22,7 @@ from hpcrl.engine.checkpoint.manifest import SavedPart
 from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.build import DTYPES
-from hpcrl.model.hf_directory import open_weights
+from hpcrl.model.hf_files import open_weights
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.groups import RoleGroups
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,32 +73,27 @@ class PreferencePolicy(ModelWorker):
     def train_pairs(self, batch: DataProto) -> dict[str, Metric]:
         """One optimizer step on the pairs of all replicas."""
         num_chosen = self._chosen_tokens(batch)
-
-        def objective(norm: LossNorm) -> Callable[..., tuple[Tensor, dict[str, Metric]]]:
-            def loss(outputs: dict[str, Tensor], micro: TensorBatch) -> tuple[Tensor, dict[str, Metric]]:
-                return self._loss(outputs["log_probs"], micro, norm.global_batch_size / 2, num_chosen)
-
-            return loss
-
         options = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        return self.train(batch, objective, loss_scale_factor=1.0, unit=2, **options)
+        return self.train(
+            batch, lambda norm: partial(self._loss, norm, num_chosen), loss_scale_factor=1.0, unit=2, **options
+        )
 
     def _chosen_tokens(self, batch: DataProto) -> float:
         """Tokens of the chosen responses that the NLL is of, over all replicas."""
         return float(self.sum_over_replicas(training_mask(batch)[::2].sum().double()))
 
     def _loss(
-        self, log_probs: Tensor, part: TensorBatch | DataProto, num_pairs: float, num_chosen: float
+        self, norm: LossNorm, num_chosen: float, outputs: dict[str, Tensor], part: TensorBatch | DataProto
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """This part's share of the loss, a scalar, and its metrics. log_probs: (2 B, T)."""
-        mask = part.padded("response_mask").float()
+        """This part's share of the loss, a scalar, and its metrics. log_probs of the outputs: (2 B, T)."""
+        log_probs, mask = outputs["log_probs"], part.padded("response_mask").float()
         lengths = mask.sum(-1).clamp(min=1).view(-1, 2).unbind(1)
         policy = summed(log_probs, mask).view(-1, 2).unbind(1)
         refs: tuple[Tensor | None, ...] = (None, None)
         if self.loss.reference:
             refs = torch.from_numpy(part.samples["ref_logps"]).to(log_probs.device).view(-1, 2).unbind(1)
         pairs = PairLogps(*policy, *refs, *lengths)
-        loss = self.loss.function(pairs, self.params).sum() / num_pairs
+        loss = self.loss.function(pairs, self.params).sum() / (norm.global_batch_size / 2)
         nll = -(log_probs * training_mask(part))[::2].sum() / max(num_chosen, 1.0)
         if self.nll_weight:
             loss = loss + self.nll_weight * nll
@@ -138,11 +133,11 @@ class PreferenceActorWorker(PreferencePolicy):
     @register(Dispatch.DP_COMPUTE_METRIC, reads=PAIR)
     def evaluate(self, batch: DataProto) -> dict[str, Metric]:
         """Metrics of `update` under `val/`, without a step."""
-        num_chosen, num_pairs = self._chosen_tokens(batch), self.global_norm(batch, 1.0).global_batch_size / 2
+        num_chosen, norm = self._chosen_tokens(batch), self.global_norm(batch, 1.0)
         outputs = self.engine.log_probs(batch, max_tokens=self.max_tokens, temperature=self.temperature)
         if not self.is_leader:
             return {}
-        _, metrics = self._loss(outputs["log_probs"].padded(), batch, num_pairs, num_chosen)
+        _, metrics = self._loss(norm, num_chosen, {"log_probs": outputs["log_probs"].padded()}, batch)
         return of_validation(metrics)
 
 
@@ -177,25 +172,19 @@ class KtoActorWorker(PreferenceActorWorker):
     def update(self, batch: DataProto) -> dict[str, Metric]:
         """One optimizer step on the labelled responses of all replicas."""
         kl = self._kl(batch[1::2])
-
-        def objective(norm: LossNorm) -> Callable[..., tuple[Tensor, dict[str, Metric]]]:
-            def loss(outputs: dict[str, Tensor], micro: TensorBatch) -> tuple[Tensor, dict[str, Metric]]:
-                return self._labelled_loss(outputs["log_probs"], micro, kl, norm.global_batch_size)
-
-            return loss
-
-        metrics = self.train(batch[::2], objective, loss_scale_factor=1.0, max_tokens=self.max_tokens)
+        options = {"loss_scale_factor": 1.0, "max_tokens": self.max_tokens}
+        metrics = self.train(batch[::2], lambda norm: partial(self._labelled_loss, kl, norm), **options)
         return {**metrics, "kl": Mean(kl, 1.0)}
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=LABELLED)
     def evaluate(self, batch: DataProto) -> dict[str, Metric]:
         """Metrics of `update` under `val/`, without a step."""
         kl, own = self._kl(batch[1::2]), batch[::2]
-        num_responses = self.global_norm(own, 1.0).global_batch_size
+        norm = self.global_norm(own, 1.0)
         outputs = self.engine.log_probs(own, max_tokens=self.max_tokens, temperature=self.temperature)
         if not self.is_leader:
             return {}
-        _, metrics = self._labelled_loss(outputs["log_probs"].padded(), own, kl, num_responses)
+        _, metrics = self._labelled_loss(kl, norm, {"log_probs": outputs["log_probs"].padded()}, own)
         return of_validation({**metrics, "kl": Mean(kl, 1.0)})
 
     def _kl(self, batch: DataProto) -> float:
@@ -211,14 +200,14 @@ class KtoActorWorker(PreferenceActorWorker):
         return max(log_ratio / max(count, 1.0), 0.0)
 
     def _labelled_loss(
-        self, log_probs: Tensor, part: TensorBatch | DataProto, kl: float, num_responses: float
+        self, kl: float, norm: LossNorm, outputs: dict[str, Tensor], part: TensorBatch | DataProto
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """This part's share of the loss, a scalar, and its metrics. log_probs: (B, T)."""
-        policy = summed(log_probs, part.padded("response_mask"))
+        """This part's share of the loss, a scalar, and its metrics. log_probs of the outputs: (B, T)."""
+        policy = summed(outputs["log_probs"], part.padded("response_mask"))
         ref, good = (torch.from_numpy(part.samples[name]).to(policy.device) for name in ("ref_logps", "label"))
         ratios = policy - ref
         loss = self.loss.function(ratios, good, torch.tensor(kl, device=policy.device), self.params).sum()
-        loss = loss / num_responses
+        loss = loss / norm.global_batch_size
         rewards, logps = self.params.beta * ratios.detach(), policy.detach()
         chosen, rejected = Mean.of(rewards, good), Mean.of(rewards, ~good)
         return loss, {

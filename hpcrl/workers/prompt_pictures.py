@@ -16,7 +16,7 @@ from hpcrl.batch.pictures import Picture, PictureColumn, PicturePlaces
 from hpcrl.data.image_loader import ImageLoader, index_pictures
 from hpcrl.data.images import ImageProcessor, Source
 from hpcrl.engine.microbatch import tokens_of_towers
-from hpcrl.model.operations import tower_flops
+from hpcrl.model.vision import tower_flops
 from hpcrl.observe.record.archive import ArchiveError, PictureFolder
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, ToolPicture
@@ -115,53 +115,50 @@ def with_answers(
     return [[*sample, *((picture.key, picture.place) for picture in answer)] for sample, answer in pairs]
 
 
+@dataclass(eq=False)
 class PromptPictures:
     """One rank's pictures of a call of the rollout worker.
 
     With a frozen tower a picture's features never change: they are the column's values, so that no other role encodes
     the picture, and up to `cache_bytes` of them are kept in host memory for later steps, by content.
+
+    shape: of a model with a vision tower. images: decodes what tools return. loaders: of each split.
     """
 
-    def __init__(
-        self,
-        engine: NativeEngine,
-        shape: ModelShape,
-        images: ImageProcessor,
-        cache_bytes: int,
-        loaders: Mapping[str, ImageLoader],
-        *,
-        is_leader: bool,
-    ) -> None:
-        """shape: of a model with a vision tower. images: decodes what tools return. loaders: of each split."""
-        assert shape.vision is not None
-        self._shape = shape
-        self._engine, self._images, self._cache_bytes, self._loaders = engine, images, cache_bytes, loaders
-        self._vision, self._is_leader = shape.vision, is_leader
-        self._is_frozen = shape.vision.train == "none"
+    engine: NativeEngine
+    shape: ModelShape
+    images: ImageProcessor
+    cache_bytes: int
+    loaders: Mapping[str, ImageLoader]
+    is_leader: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        assert self.shape.vision is not None
+        self._vision, self._is_frozen = self.shape.vision, self.shape.vision.train == "none"
         self._cache: OrderedDict[int, Tensor] = OrderedDict()  # least recently used first
         self._held = 0
 
     def close(self) -> None:
         """End the processes that decode."""
-        for loader in self._loaders.values():
+        for loader in self.loaders.values():
             loader.close()
 
     def load_ahead(self, split: str, rows: Sequence[int]) -> None:
         """Start to decode this rank's pictures of rows that `encode` will be called with."""
-        loader = self._loaders[split]
+        loader = self.loaders[split]
         places, sources = index_pictures(loader.dataset, rows)
         missing = [number for number, key in enumerate(places.keys.tolist()) if key not in self._cache]
-        own = self._engine.share(places.grids[missing])
-        if self._is_leader and not self._is_frozen:  # it needs all of them for the column
+        own = self.engine.share(places.grids[missing])
+        if self.is_leader and not self._is_frozen:  # it needs all of them for the column
             own = list(range(len(missing)))
         loader.submit_ahead([sources[missing[number]] for number in own])
 
     def encode(self, split: str, rows: Sequence[int], *, divided: bool = True) -> EncodedPictures:
         """Encode the pictures of these rows. Collective over the replica if `divided`: its ranks divide them."""
-        loader = self._loaders[split]
+        loader = self.loaders[split]
         places, sources = index_pictures(loader.dataset, rows)
         keys = places.keys.tolist()
-        shown = EncodedPictures(places.samples(), patches=None if self._is_frozen or not self._is_leader else {})
+        shown = EncodedPictures(places.samples(), patches=None if self._is_frozen or not self.is_leader else {})
 
         def decode(numbers: Sequence[int]) -> list[np.ndarray]:
             return loader.load([sources[number] for number in numbers])
@@ -185,7 +182,7 @@ class PromptPictures:
 
     def pixels(self, split: str, rows: Sequence[int], answers: Sequence[Sequence[ToolPicture]]) -> PictureColumn:
         """The pictures of these rows, and those that tools returned, as patches, which every role encodes."""
-        column = self._loaders[split].column(rows)
+        column = self.loaders[split].column(rows)
         if not any(answers):
             return column
         values = {key: column.values.row(number) for number, key in enumerate(column.keys.tolist())}
@@ -196,7 +193,7 @@ class PromptPictures:
     def work_of(self, column: PictureColumn) -> dict[str, np.ndarray]:
         """The samples' column `tower_tokens`: what a trained tower's work on each is worth in tokens of the language
         model, int64 (N,). Nothing with a frozen tower."""
-        return {} if self._is_frozen else {"tower_tokens": tokens_of_towers(column, self._shape)}
+        return {} if self._is_frozen else {"tower_tokens": tokens_of_towers(column, self.shape)}
 
     def _add(
         self,
@@ -219,7 +216,7 @@ class PromptPictures:
 
         encoded: list[Tensor] = []
         if missing:
-            encoded = self._engine.encode(grids[missing], decode_missing, divided=divided)
+            encoded = self.engine.encode(grids[missing], decode_missing, divided=divided)
         found = {keys[number]: features for number, features in zip(missing, encoded, strict=True)}
         for key in keys:
             if key not in shown.features:
@@ -232,7 +229,7 @@ class PromptPictures:
             shown.patches |= {keys[number]: patches for number, patches in zip(left, decode(left), strict=True)}
 
     def _patches_of(self, picture: ToolPicture) -> np.ndarray:
-        return self._images.patches_of(Source("image", picture.png), "", 0, picture.place.grid)
+        return self.images.patches_of(Source("image", picture.png), "", 0, picture.place.grid)
 
     def flops(self, column: PictureColumn) -> float:
         """Operations of the tower's pass over the distinct pictures of a column; 0 if it has their features."""
@@ -243,5 +240,5 @@ class PromptPictures:
             self._held += features.nbytes
             self._cache[key] = features.clone()
         self._cache.move_to_end(key)
-        while self._held > self._cache_bytes:
+        while self._held > self.cache_bytes:
             self._held -= self._cache.popitem(last=False)[1].nbytes

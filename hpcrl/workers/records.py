@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.roles import ARCHIVE, GENERATIONS
+from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.observe.record.archive import UPDATE_COLUMNS, PictureFolder, RolloutLog, log_path
 from hpcrl.observe.record.writer import json_line
@@ -39,30 +40,25 @@ SAMPLES = (
 class InputsWorker(Worker):
     """A worker that needs only what was read from files."""
 
-    def __init__(self, layout: Layout, rank: int, inputs: Inputs) -> None:
+    def __init__(self, layout: Layout, rank: int, inputs: Inputs, config: Config) -> None:
         super().__init__(layout, rank)
-        self.inputs = inputs
+        self.inputs, self.config = inputs, config
 
     @classmethod
     def build(cls, team: Team, role: str) -> InputsWorker | None:
         layout, rank = team.layouts[role], team.world.rank
-        return cls(layout, rank, team.inputs) if rank in layout else None
+        return cls(layout, rank, team.inputs, team.config) if rank in layout else None
 
 
 class ArchiveWorker(InputsWorker):
     spec = ARCHIVE
 
-    def __init__(self, layout: Layout, rank: int, inputs: Inputs, pictures: PictureFolder) -> None:
-        """pictures: the run's, also of samples that go into a checkpoint."""
-        super().__init__(layout, rank, inputs)
-        self.prompts, self.pictures = inputs.prompts["train"], pictures
+    def __init__(self, layout: Layout, rank: int, inputs: Inputs, config: Config) -> None:
+        super().__init__(layout, rank, inputs, config)
+        self.prompts = inputs.prompts["train"]
         self.sources = self.prompts.source_of_rows()
-
-    @classmethod
-    def build(cls, team: Team, role: str) -> ArchiveWorker | None:
-        layout, rank = team.layouts[role], team.world.rank
-        pictures = PictureFolder(run_directory(team.config) / "rollouts", rank)
-        return cls(layout, rank, team.inputs, pictures) if rank in layout else None
+        # the run's, also of samples that go into a checkpoint
+        self.pictures = PictureFolder(run_directory(config) / "rollouts", rank)
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), leader_only=True)
     def write(self, batch: DataProto, folder: str) -> tuple[int | None, str, str] | None:
@@ -106,19 +102,10 @@ class ArchiveWorker(InputsWorker):
         return names
 
 
-class GenerationsWorker(Worker):
-    """Renders samples as lines. log_probs: whether a line has them."""
+class GenerationsWorker(InputsWorker):
+    """Renders samples as lines."""
 
     spec = GENERATIONS
-
-    @classmethod
-    def build(cls, team: Team, role: str) -> GenerationsWorker | None:
-        layout, rank = team.layouts[role], team.world.rank
-        return cls(layout, rank, team.inputs, team.config.section("generate").log_probs) if rank in layout else None
-
-    def __init__(self, layout: Layout, rank: int, inputs: Inputs, log_probs: bool) -> None:
-        super().__init__(layout, rank)
-        self.prompts, self.tokenizer, self.log_probs = inputs.prompts, inputs.tokenizer, log_probs
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -135,8 +122,8 @@ class GenerationsWorker(Worker):
         scores, score and what else the scorer returned; where it has them, the judge's verdicts; prompt_ids and
         response_ids; response_mask where tools or users wrote some of the response; log_probs to six decimals.
         """
-        prompts, samples = self.prompts[batch.meta_info["split"]], batch.samples
-        responses = responses_of(batch)
+        prompts, samples = self.inputs.prompts[batch.meta_info["split"]], batch.samples
+        responses, has_log_probs = responses_of(batch), self.config.section("generate").log_probs
         masks, log_probs = batch.fetch("response_mask"), batch.fetch("rollout_log_probs")
         lines = np.empty(len(batch), object)
         for index, response in enumerate(responses):
@@ -147,7 +134,7 @@ class GenerationsWorker(Worker):
                 "sample_index": int(samples["sample_index"][index]),
                 "data_source": record["data_source"],
                 "prompt": prompts.prompt_text(row),
-                "response": response_text(self.tokenizer, response),
+                "response": response_text(self.inputs.tokenizer, response),
                 "ground_truth": record["ground_truth"],
                 "finish_reason": samples["finish_reason"][index],
             }
@@ -159,7 +146,7 @@ class GenerationsWorker(Worker):
             line |= {"prompt_ids": prompts.prompt_ids(row).tolist(), "response_ids": response.tolist()}
             if not mask.all():
                 line["response_mask"] = mask.tolist()
-            if self.log_probs:
+            if has_log_probs:
                 line["log_probs"] = np.round(log_probs.row(index).astype(np.float64), 6).tolist()
             lines[index] = json_line(line)
         return DataProto({}, {"line": lines})

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.data.prompts import PromptDataset
 from hpcrl.model.blocks.router import NOT_RECORDED
 from hpcrl.observe.read.archive import read_step
 from hpcrl.observe.record.archive import PictureFolder, step_path
 from hpcrl.rollout.protocol import Request, Trajectory
 from hpcrl.runtime.exits import InputError
-from hpcrl.workers.prompt_pictures import PromptPictures, tool_pictures_of
+from hpcrl.workers.prompt_pictures import tool_pictures_of
+
+if TYPE_CHECKING:
+    from hpcrl.workers.rollout import RolloutWorker
 
 RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
 WRITTEN = (*RECORDED, "routed_experts?", "pictures?")
@@ -56,22 +59,10 @@ def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
     return Ragged.from_lengths(values.reshape(-1), lengths * width)
 
 
-def recorded_responses(
-    batch: DataProto,
-    folder: str,
-    prompts: PromptDataset,
-    softmax_size: int,
-    *,
-    needs_experts: bool,
-    scores: bool,
-    pictures: PromptPictures | None,
-    picture_folder: PictureFolder,
-) -> DataProto:
-    """Responses of meta_info["step"] in the archive `folder`; `position` is the row there.
-
-    softmax_size: of the vocabulary. needs_experts: read `routed_experts`. scores: read their scores as well. pictures:
-    those of prompts, of a vision-language model. picture_folder: of the run.
-    """
+def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, scores: bool) -> DataProto:
+    """Responses of meta_info["step"] in the archive `folder`, for a worker's prompts; `position` is the row there.
+    scores: read their scores as well."""
+    needs_experts, pictures = worker.config.actor.router_replay.mode == "R3", worker.pictures
     names = [*RECORDED, *["token_level_scores"] * scores, *["routed_experts?"] * needs_experts]
     tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
     if needs_experts and "routed_experts" not in tokens:
@@ -80,12 +71,12 @@ def recorded_responses(
             "replays; record with R3, or use another mode"
         )
     rows = batch.samples["position"]
-    _check_fit(folder, tokens, samples, rows, prompts, softmax_size)
+    _check_fit(worker, folder, tokens, {name: samples[name][rows].tolist() for name in ("uid", "row", "epoch")})
     columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
     work: dict[str, np.ndarray] = {}
     if pictures is not None:
         # Samples of a checkpoint have their pictures in the run's folder.
-        folders = PictureFolder(folder), picture_folder
+        folders = PictureFolder(folder), worker.picture_folder
         texts = samples["tool_pictures"][rows] if "tool_pictures" in samples else ["[]"] * len(rows)
         answers = [tool_pictures_of(text, *folders) for text in texts]
         columns["pictures"] = column = pictures.pixels("train", samples["row"][rows].tolist(), answers)
@@ -102,15 +93,11 @@ def recorded_responses(
 
 
 def _check_fit(
-    folder: str,
-    tokens: dict[str, tuple[np.ndarray, np.ndarray]],
-    samples: dict[str, np.ndarray],
-    rows: np.ndarray,
-    prompts: PromptDataset,
-    softmax_size: int,
+    worker: RolloutWorker, folder: str, tokens: Mapping[str, tuple[np.ndarray, np.ndarray]], samples: dict[str, list]
 ) -> None:
-    """Raise InputError for a recording with other data files or a larger vocabulary."""
-    for uid, row, epoch in zip(*(samples[name][rows].tolist() for name in ("uid", "row", "epoch")), strict=True):
+    """Raise InputError for a recording with other data files or a larger vocabulary. samples: uid, row and epoch."""
+    prompts, softmax_size = worker.prompts["train"], worker.softmax_size
+    for uid, row, epoch in zip(*samples.values(), strict=True):
         found = prompts.uid(row, epoch) if row < len(prompts) else "no such row"
         if uid != found:
             raise InputError(

@@ -269,16 +269,7 @@ class RolloutWorker(Worker):
 
         `scores`: read their scores as well.
         """
-        return recorded_responses(
-            batch,
-            folder,
-            self.prompts["train"],
-            self.softmax_size,
-            needs_experts=self.config.actor.router_replay.mode == "R3",
-            scores=scores,
-            pictures=self.pictures,
-            picture_folder=self.picture_folder,
-        )
+        return recorded_responses(self, batch, folder, scores=scores)
 
     def _requests(self, batch: DataProto) -> list[Request]:
         prompts = self.prompts[batch.meta_info["split"]]

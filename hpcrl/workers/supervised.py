@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 class DataWorker(InputsWorker):
     """Makes columns of datasets on the leaders. loaders: of the pictures of each split, of a vision-language model."""
 
-    def __init__(self, layout: Layout, rank: int, inputs: Inputs) -> None:
-        super().__init__(layout, rank, inputs)
+    def __init__(self, layout: Layout, rank: int, inputs: Inputs, config: Config) -> None:
+        super().__init__(layout, rank, inputs, config)
         self.loaders: Mapping[str, ImageLoader] = {}
 
     @classmethod
@@ -95,14 +96,14 @@ class SftActorWorker(ModelWorker):
         """One optimizer step on the sequences of all replicas."""
         batch = batch.union(response_ids(batch))
 
-        def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
-            def loss(outputs: dict[str, torch.Tensor], micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
-                likeliest = outputs["own_topk_ids"].squeeze(2)
-                return sft_loss(self.loss_type, outputs["log_probs"], likeliest, micro, norm, "train")
+        options = {"max_tokens": self.max_tokens, "topk_ids": "response_ids"}
+        return self.train(batch, lambda norm: partial(self._loss, norm), loss_scale_factor=1.0, **options)
 
-            return loss
-
-        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.max_tokens, topk_ids="response_ids")
+    def _loss(
+        self, norm: LossNorm, outputs: dict[str, torch.Tensor], micro: TensorBatch
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        likeliest = outputs["own_topk_ids"].squeeze(2)
+        return sft_loss(self.loss_type, outputs["log_probs"], likeliest, micro, norm, "train")
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=SEQUENCE)
     def evaluate(self, batch: DataProto) -> dict[str, Metric]:
@@ -161,10 +162,7 @@ class PreferenceWorker(ModelWorker):
         """One optimizer step on the pairs of all replicas."""
 
         def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
-            def loss(outputs: dict[str, torch.Tensor], micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
-                return pair_loss(outputs["scores"].squeeze(1), norm.global_batch_size / 2, "train")
-
-            return loss
+            return lambda outputs, _: pair_loss(outputs["scores"].squeeze(1), norm.global_batch_size / 2, "train")
 
         return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.max_tokens, unit=2)
 
@@ -221,13 +219,10 @@ def whole_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:
     """As `answer_columns`, with a response of all tokens but the first: `response_mask` is 1 on the answer,
     `loss_mask` on the whole response."""
     masks = [np.repeat((0, 1), (len(prompt) - 1, len(answer))) for prompt, answer in pairs]
-    return DataProto(
-        {
-            "input_ids": Ragged.from_rows([np.concatenate(pair) for pair in pairs], np.int32),
-            "response_mask": Ragged.from_rows(masks, np.int32),
-            "loss_mask": Ragged.from_rows([np.ones_like(mask) for mask in masks], np.int32),
-        }
-    )
+    found = answer_columns(pairs)
+    found.tokens["response_mask"] = Ragged.from_rows(masks, np.int32)
+    found.tokens["loss_mask"] = Ragged.from_rows([np.ones_like(mask) for mask in masks], np.int32)
+    return found
 
 
 def pair_loss(scores: torch.Tensor, num_pairs: float, split: str) -> tuple[torch.Tensor, dict[str, Metric]]:

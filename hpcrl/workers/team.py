@@ -18,8 +18,7 @@ from hpcrl.data.judge_prompts import JudgePrompts
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.supervision import SftDataset
 from hpcrl.data.tokenizer import has_tokenizer, load_tokenizer, token_ids, tokenizer_of
-from hpcrl.model.architecture import check_longest, check_towers, check_vision
-from hpcrl.model.hf_directory import shape_of
+from hpcrl.model.architecture import check_longest, check_towers, check_vision, shape_of
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.rewards.manager import check_rewards

@@ -78,7 +78,7 @@ def test_ranges_come_back_updated(kind: str, name: str, is_expert: bool) -> None
         for matrix in owned[rank]._plan:
             for shard, ranges in matrix.parts:
                 local = torch.empty(shard.local_shape)
-                copy_boxes(whole(matrix.name, matrix.global_shape), local, shard)
+                copy_boxes(whole(matrix.name, shard.global_shape), local, shard)
                 sent |= {(matrix.name, it.rank): local.view(-1)[it.start : it.stop] for it in ranges if it.rank == rank}
     for rank, updates in owned.items():
         received = {move.key: sent[move.key] for move in updates._to_owners if move.receiver == rank}
@@ -89,7 +89,7 @@ def test_ranges_come_back_updated(kind: str, name: str, is_expert: bool) -> None
     assert results.keys() == sent.keys()
     for rank, updates in owned.items():
         for matrix in updates._plan:
-            after = expected(shape, matrix.name, whole(matrix.name, matrix.global_shape))
+            after = expected(shape, matrix.name, whole(matrix.name, matrix.parts[0][0].global_shape))
             for shard, ranges in matrix.parts:
                 local = torch.empty(shard.local_shape)
                 copy_boxes(after, local, shard)

@@ -10,16 +10,15 @@ from typing import ClassVar, Literal
 import pytest
 
 from hpcrl.config.schema import RecomputeConfig
-from hpcrl.forecast.memory import memory, refit
+from hpcrl.forecast.memory import memory
 from hpcrl.forecast.memory.activations import Pass
 from hpcrl.forecast.memory.state import RoleModel
-from hpcrl.forecast.time.layers import numbers_of, stages_of
+from hpcrl.forecast.time.passes import numbers_of, stages_of
 from hpcrl.forecast.time.step import predict
 from hpcrl.model.blocks.attention import Attention
 from hpcrl.model.blocks.block import Block, Feature, Layer, Weight
 from hpcrl.model.blocks.micro_batch import Computation, Held, Launches, MicroBatch
-from hpcrl.model.operations import forward_flops
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import ModelShape, forward_flops
 from hpcrl.runtime.layout import Layout
 from tests.forecast.memory.shapes import MOE, SHAPE
 from tests.forecast.time.machines import cpu
@@ -114,8 +113,7 @@ def test_a_job_is_planned_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None
     job = job_of("grpo_countdown_cpu")
     plain, rows = predict(job, cpu(), lengths_of(job)), {row.phase: row.activations for row in job.rows()}
     shape = alternating(job.models["actor"].shape)
-    for module in (memory, refit):
-        monkeypatch.setattr(module, "job_shape", lambda config: shape)
+    monkeypatch.setattr(memory, "job_shape", lambda config: shape)
     changed = job_of("grpo_countdown_cpu")
     found = predict(changed, cpu(), lengths_of(changed))
     assert changed.models["actor"].shape is shape

@@ -79,7 +79,7 @@ def test_the_rotary_embedding_of_packed_tokens_is_computed_on_the_device():
     ids, lengths = torch.tensor([7, 8, 9, 5, 6], dtype=torch.int32), torch.tensor([3, 2])
     packed = pack(ids, lengths, SHAPE, size=8)
     for device in (torch.device("cpu"), torch.device("meta")):
-        cos, sin = moved(packed.map, device).angles
+        cos, sin = moved(packed, device).angles
         assert cos.device == sin.device == device
         assert cos.shape == sin.shape == (8, SHAPE.rope_dim // 2)
     assert torch.equal(

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.engine.refit.pieces import check_tensorrt_llm
 from hpcrl.model.blocks.micro_batch import seen_pairs
 from hpcrl.model.blocks.norms import Norms
-from hpcrl.model.operations import forward_flops
+from hpcrl.model.shape import forward_flops
 from hpcrl.runtime.exits import InputError
 from tests.rollout.small_model import SHAPE
 

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hpcrl.config.schema import Config
 from hpcrl.model.architecture import check_longest
 from hpcrl.model.families.config_json import DEFAULTS, FAMILIES, read_shape, shape_from_hf
-from hpcrl.model.hf_directory import Safetensors, open_weights
+from hpcrl.model.hf_files import Safetensors, open_weights
 from hpcrl.model.params import shards
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams

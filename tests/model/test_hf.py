@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from hpcrl.engine.refit.pieces import check_tensorrt_llm
 from hpcrl.model.exact import check_exact
 from hpcrl.model.families.config_json import hf_config, read_shape, shape_from_hf
-from hpcrl.model.hf_directory import Safetensors, open_weights
-from hpcrl.model.hf_files import differing, hf_shards, plan_files, write_beside
+from hpcrl.model.hf_files import Safetensors, differing, hf_shards, open_weights, plan_files, write_beside
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.cache_layout import CacheLayout

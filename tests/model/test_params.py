@@ -10,7 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.model.params import Shard, check_adapters, check_layout, chunk_layers, role_layout, shards, stage_layers
+from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.block import Layer
+from hpcrl.model.blocks.feed_forward import FeedForward
+from hpcrl.model.blocks.mixture import MixtureOfExperts
+from hpcrl.model.blocks.norms import Norms
+from hpcrl.model.params import (
+    Shard,
+    check_adapters,
+    check_layout,
+    chunk_layers,
+    engine_layout,
+    role_layout,
+    shards,
+    stage_layers,
+)
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
@@ -94,6 +108,22 @@ def test_experts_are_tiled_by_the_expert_grid(
                     counts[shard.name] += math.prod(shard.local_shape)
         assert {s.name for s in rank(pp)} == {s.name for part in ("dense", "experts") for s in rank(pp, part=part)}
     assert counts == {shard.name: math.prod(shard.global_shape) for shard in whole}
+
+
+def test_layouts_of_experts_that_only_blocks_have() -> None:
+    """Those of a family with blocks of its own, whose shape has no number of experts."""
+    attention, mixture = Attention(8, 8, 4, 2), MixtureOfExperts(8, 4, 6, 2)
+    layers = (Layer(attention, FeedForward(8, 12), Norms()), *[Layer(attention, mixture, Norms())] * 2)
+    own, flat = make_shape(blocks=layers), make_shape(num_experts=4, moe_ffn_hidden_size=6, dense_layers=(0,))
+    for grid in ({"tp": 2, "ep": 2}, {"tp": 2, "etp": 2}, {"pp": 2, "ep": 2}):
+        layout = role_layout(own, "actor", ranks=(0, 1, 2, 3), **grid)
+        assert all(shards(own, layout, rank) == shards(flat, layout, rank) for rank in layout.ranks)
+    assert role_layout(own, "rollout", ranks=(0, 1), tp=2).etp == engine_layout(own, 2).etp == 2
+    for grid, line in (({"ep": 3}, "actor.ep=3 does not divide num_experts=4"), ({"etp": 4}, "actor.etp=4 does not")):
+        with pytest.raises(InputError, match=line):
+            role_layout(own, "actor", ranks=tuple(range(12)), **grid)
+    with pytest.raises(InputError, match="placement.actor.pp=3 makes a pipeline stage with dense layers only"):
+        role_layout(own, "actor", ranks=(0, 1, 2), pp=3)
 
 
 def test_a_stage_without_experts_is_refused() -> None:

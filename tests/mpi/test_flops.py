@@ -10,8 +10,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.model.operations import forward_flops, training_flops
-from hpcrl.model.shape import Lora
+from hpcrl.model.shape import Lora, forward_flops, training_flops
 from tests.mpi.layouts import MIXTURE, SHAPE, role_groups
 
 LENGTH, OUTPUTS = 64, 24

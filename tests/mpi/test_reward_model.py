@@ -195,7 +195,7 @@ def test_learns_what_is_right_and_its_checkpoint_scores(world, folder):
     worker = RewardModelWorker(make_groups(layouts, world.rank)["reward"], inputs.shape, config)
     checkpoint = world.broadcast_object(load_path(run_directory(config), print))
     layouts["data"] = layouts["reward"]
-    workers = {"reward": worker, "data": PreferenceDataWorker(layouts["data"], world.rank, inputs)}
+    workers = {"reward": worker, "data": PreferenceDataWorker(layouts["data"], world.rank, inputs, config)}
 
     def program(controller: Controller) -> np.ndarray:
         controller["reward"].load_frozen(str(checkpoint)).get()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcrl.rollout.engines.tensorrt_llm.engine import GenerateCall
-from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.rollout.protocol import Request, SamplingParams, completed
 from hpcrl.runtime import mpi
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
@@ -55,24 +55,21 @@ class Turns:
 @pytest.mark.world(2, 4)
 def test_every_rank_hears_the_same(world: World) -> None:
     engine = Engine() if world.rank == 0 else None
+    told: list[int] = []
+    steps: list[int] = []
     made = GenerateCall(
         engine,
         world.broadcast_object,
         SamplingParams(1),
         seed=0,
-        step=0,
+        trainer_step=0,
         max_in_flight=2,
         max_model_len=8,
         vocab_size=100,
-    )
-    told: list[int] = []
-    steps: list[int] = []
-    found = made.run(
-        [Request([token], str(token)) for token in range(5)],
-        source=Turns(world),
         on_finished=lambda index, done: told.append(index),
-        on_step=lambda: steps.append(1),
     )
+    requests = [Request([token], str(token)) for token in range(5)]
+    found = completed(made, requests, source=Turns(world), on_step=lambda: steps.append(1))
     assert [done.token_ids.tolist() for done in found] == [[0], [1], [2], [3], [4], [7], [8]]
     assert [float(done.log_probs[0]) for done in found] == [0.0, -1.0, -2.0, -3.0, -4.0, -7.0, -8.0]
     heard = world.all_gather_object((told, len(steps)))

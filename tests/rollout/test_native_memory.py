@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.native.cache_layout import CacheLayout, kv_cache_bytes, max_kv_bytes
+from hpcrl.rollout.engines.native.cache_layout import CacheLayout, max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
@@ -129,12 +129,10 @@ def test_memory_does_not_grow_with_a_limit_that_no_response_reaches() -> None:
     assert long - short < 100_000  # 10,000 in fact; room for a number per token of the 8 rows would be 512,000
 
 
-def test_the_cache_takes_its_share_of_what_is_free_and_no_more_than_the_job_can_use() -> None:
+def test_the_largest_cache_has_all_sequences_at_their_longest() -> None:
     sizes = {"max_num_seqs": 8, "max_model_len": 100}
     most = max_kv_bytes(SHAPE, 1, torch.float32.itemsize, **sizes)
     assert most == 8 * 4 * CacheLayout.of(SHAPE, 1, 1 << 20).block_bytes(4)
-    assert kv_cache_bytes(SHAPE, 1, torch.float32.itemsize, **sizes, free_bytes=most, utilization=0.25) == most // 4
-    assert kv_cache_bytes(SHAPE, 1, torch.float32.itemsize, **sizes, free_bytes=100 * most, utilization=0.25) == most
     assert max_kv_bytes(SHAPE, 2, torch.bfloat16.itemsize, **sizes) == pytest.approx(most / 4, rel=0.2)
 
 

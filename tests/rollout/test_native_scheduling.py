@@ -86,13 +86,13 @@ def test_a_long_prompt_is_prefilled_in_parts(limit: int, expected: list[Completi
 
 def test_a_prompt_is_prefilled_once_for_its_group(expected: list[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
     filled: list[int] = []
-    original = Decoder.fill
+    original = Decoder.run
 
-    def count(self: Decoder, token_ids: torch.Tensor, *args: Any) -> None:
-        filled.append(len(token_ids))
-        original(self, token_ids, *args)
+    def count(self: Decoder, token_ids: torch.Tensor, *args: Any, cache_only: bool) -> torch.Tensor:
+        filled.append(cache_only * len(token_ids))
+        return original(self, token_ids, *args, cache_only=cache_only)
 
-    monkeypatch.setattr(Decoder, "fill", count)
+    monkeypatch.setattr(Decoder, "run", count)
     assert_same(make_engine(max_num_seqs=24).generate(REQUESTS, SAMPLING, seed=1, step=2), expected)
     assert sum(filled) == sum(len(request.prompt_ids) - 1 for request in REQUESTS) / 4
     # With fewer rows than samples the others join while one of their group still runs.

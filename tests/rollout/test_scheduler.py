@@ -21,7 +21,7 @@ def make_sequences(*lengths: int, groups: tuple[int, ...] | None = None) -> list
 
 def make_scheduler(*sequences: Sequence, max_num_seqs: int = 10, max_num_batched_tokens: int = 100) -> Scheduler:
     scheduler = Scheduler(max_num_seqs, max_num_batched_tokens, block_size=4)
-    scheduler.add(sequences)
+    scheduler.waiting.extend(sequences)
     return scheduler
 
 
@@ -38,7 +38,7 @@ def test_rows_are_refilled_as_sequences_end() -> None:
     assert split(scheduler.schedule(set(), 0, PLENTY)) == ([0, 1], [])
     assert split(scheduler.schedule({0, 1}, 2, PLENTY)) == ([], [])
     assert split(scheduler.schedule({1}, 1, PLENTY)) == ([2], [])
-    assert not scheduler.has_waiting
+    assert not scheduler.waiting
 
 
 def test_padding_counts_as_prefill_tokens_and_who_is_above_the_limit_goes_alone() -> None:
@@ -72,4 +72,4 @@ def test_preempted_sequences_come_first_in_their_order() -> None:
     scheduler = make_scheduler(*make_sequences(1, 1, 1))
     others = make_sequences(1, 1)
     scheduler.put_back(others)
-    assert scheduler.take_all()[:2] == others
+    assert list(scheduler.waiting)[:2] == others

@@ -5,12 +5,18 @@ import pytest
 
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
-from hpcrl.model.operations import forward_flops
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import ModelShape, forward_flops
 from hpcrl.model.vision import Vision
-from hpcrl.run.performance import mfu_metrics
+from hpcrl.run.performance import mfu_metrics, peak_of
 
 SHAPE = ModelShape(2, 64, 96, 4, 2, 16, 500)
+
+
+def test_peak_of_a_device_by_its_name():
+    assert peak_of("NVIDIA H200") == peak_of("NVIDIA H100 80GB HBM3") == peak_of("NVIDIA GH200 480GB") == 989e12
+    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_of("NVIDIA H20") == 148e12
+    assert peak_of("AMD Instinct MI300X") is None
 
 
 def test_a_device_at_its_peak_has_an_mfu_of_1():

@@ -12,9 +12,8 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import Controller
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.forecast.memory.memory import TrainingPlan
-from hpcrl.forecast.time.layers import LOAD_METRIC
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.step import Prediction, Span, predict
+from hpcrl.forecast.time.step import LOAD_METRIC, Prediction, Span, predict
 from hpcrl.jobs.train import Train
 from hpcrl.run.performance import STEPS, Slow
 from hpcrl.run.predicted import (

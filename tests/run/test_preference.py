@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import finish
 from hpcrl.batch.data_proto import training_mask
 from hpcrl.config.yaml_core import ConfigError
@@ -79,7 +80,7 @@ def job_on(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, run: Any 
 def loaded(job: Preference, rows: list[int], tokenizer: Any) -> tuple[list[str], Any]:
     """The sequences of a step as text, and its batch."""
     batch = job.pairs("train", np.array(rows))
-    worker = PreferenceDataWorker(None, 0, job.inputs)  # type: ignore[arg-type]
+    worker = PreferenceDataWorker(None, 0, job.inputs, job.config)  # type: ignore[arg-type]
     found = batch.union(worker.load(batch))
     ids = found.fetch("input_ids")
     return [tokenizer.decode(ids.row(i).tolist(), skip_special_tokens=True) for i in range(len(found))], found
@@ -102,7 +103,7 @@ def test_orpos_nll_is_over_the_prompt_too(tmp_path: Path, tokenizer: Any) -> Non
         policy = PreferencePolicy.__new__(PreferencePolicy)
         policy.params, policy.loss, policy.nll_weight = job.own, job.loss, 1.0
         num_chosen = float(training_mask(batch)[0].sum())
-        _, metrics = policy._loss(log_probs[:, first:], batch, 1.0, num_chosen)
+        _, metrics = policy._loss(LossNorm(0.0, 2.0), num_chosen, {"log_probs": log_probs[:, first:]}, batch)
         found = finish(metrics)
         assert found["train/nll_loss"] == pytest.approx(nll)
         assert (found["logps/chosen"], found["logps/rejected"]) == pytest.approx((chosen, rejected))

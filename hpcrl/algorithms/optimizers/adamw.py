@@ -8,13 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpcrl.algorithms.optimizers.optimizer import Groups, Optimizer, States, WholeMatrices, register_optimizer
-from hpcrl.algorithms.parameters import LazyModule, param
+from hpcrl.algorithms.parameters import param, torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = LazyModule("torch")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ELEMENTS_AT_ONCE = 2**24  # of weights on a GPU: their two moments in fp32 take 128 MiB

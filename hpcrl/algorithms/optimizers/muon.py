@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING
 
 from hpcrl.algorithms.optimizers.adamw import MOMENTS, Betas, adamw_step
 from hpcrl.algorithms.optimizers.optimizer import Groups, Optimizer, States, WholeMatrices, register_optimizer
-from hpcrl.algorithms.parameters import LazyModule, param
+from hpcrl.algorithms.parameters import param, torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = LazyModule("torch")
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al.'s: singular values end between 0.7 and 1.2
 RMS = 0.2  # of an update's elements, about that of AdamW's (Liu et al., section 2.2)

@@ -16,13 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from hpcrl.algorithms.parameters import LazyModule, NoParameters, Registry, parameters_of
+from hpcrl.algorithms.parameters import NoParameters, Registry, parameters_of, torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = LazyModule("torch")
 
 Groups: TypeAlias = "Sequence[dict[str, Any]]"  # torch's parameter groups
 States: TypeAlias = "MutableMapping[Tensor, dict[str, Tensor]]"  # weight -> name -> tensor

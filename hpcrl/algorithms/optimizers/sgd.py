@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hpcrl.algorithms.optimizers.optimizer import Groups, Optimizer, WholeMatrices, register_optimizer
-from hpcrl.algorithms.parameters import LazyModule, param
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = LazyModule("torch")
+from hpcrl.algorithms.parameters import param, torch
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import stat
 import warnings
 import zipfile
 from pathlib import Path, PurePath
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,6 +32,9 @@ from hpcrl.model.shape import is_adapter
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import open_file, read_bytes
+
+if TYPE_CHECKING:
+    from hpcrl.engine.engine import TrainEngine
 
 
 def check_metadata(metadata: Any, folder: Path) -> None:
@@ -110,16 +113,8 @@ MOST_METADATA = 1 << 32  # bytes
 HEADS = ("output_layer.weight", "value_head.weight", "reward_head.weight")
 
 
-class Engine(Protocol):
-    """The interface of `hpcrl.engine.engine.TrainEngine` for checkpoints."""
-
-    def sharded_state_dict(self, *, optimizer: bool = True, is_loading: bool = False) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 def load_sharded(
-    engine: Engine, path: str | Path, *, optimizer: bool = True, strict: bool = True, adapters: bool = True
+    engine: TrainEngine, path: str | Path, *, optimizer: bool = True, strict: bool = True, adapters: bool = True
 ) -> None:
     """Load the state written by `ShardedSave`, under any layout. Each rank reads what it needs; no collectives.
 

@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hpcrl.engine.checkpoint.manifest import FileEntry, HashedFile, SavedPart, error_line, hash_file, write_file
-from hpcrl.engine.checkpoint.sharded_load import Engine
 from hpcrl.engine.checkpoint.store import fsync
 from hpcrl.runtime import platform, run_owner
 from hpcrl.runtime.spans import spans
 
 if TYPE_CHECKING:
+    from hpcrl.engine.engine import TrainEngine
     from hpcrl.runtime.groups import RoleGroups
 
 Staged = list[tuple[WriteItem, torch.Tensor]]
@@ -47,7 +47,7 @@ class ShardedSave:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TrainEngine,
         path: Path,
         groups: RoleGroups,
         report: Callable[[SavedPart], None],

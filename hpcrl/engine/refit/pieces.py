@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from hpcrl.config.placement import divisors
 from hpcrl.model.blocks.attention import Attention
-from hpcrl.model.blocks.block import Layer, unsupported
+from hpcrl.model.blocks.block import Box, Layer, Size, Weight, unsupported
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.hf_files import peft_shards, plan_files
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Head, Shard, shards
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Head, Shard, shard_of, shards
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
+
+Extent: TypeAlias = tuple[tuple[int, int], tuple[int, int]]  # rows and columns of a global tensor, (first, end)
 
 
 def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:
@@ -61,39 +63,33 @@ def tensorrt_llm_shards(shape: ModelShape, *, tp_rank: int, tp_size: int) -> lis
     return list(_shards(shape, tp_rank, tp_size))
 
 
+# Modules of a layer, by Megatron's names.
+MODULES = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_qkv": "self_attn.qkv_proj",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": "mlp.gate_up_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
+
+
 def _shards(shape: ModelShape, rank: int, size: int) -> Iterator[Shard]:
-    hidden = shape.hidden_size
     yield _vocabulary(EMBEDDING, "model.embed_tokens.weight", shape, rank, size)
     for number, layer in enumerate(shape.layers):
-        source, target = f"decoder.layers.{number}.", f"model.layers.{number}."
-        attention, mlp = _parts(layer)
-        yield _norm(f"{source}input_layernorm.weight", f"{target}input_layernorm.weight", hidden)
-        for kind in ("weight", "bias") if attention.qkv_bias else ("weight",):
-            yield _qkv(
-                f"{source}self_attention.linear_qkv.{kind}", f"{target}self_attn.qkv_proj.{kind}", attention, rank, size
-            )
-        for head in "qk" if attention.qk_norm else "":
-            yield _norm(
-                f"{source}self_attention.{head}_layernorm.weight",
-                f"{target}self_attn.{head}_norm.weight",
-                attention.head_dim,
-            )
-        query = attention.num_heads * attention.head_dim
-        yield _columns(
-            f"{source}self_attention.linear_proj.weight", f"{target}self_attn.o_proj.weight", hidden, query, rank, size
-        )
-        yield _norm(f"{source}pre_mlp_layernorm.weight", f"{target}post_attention_layernorm.weight", hidden)
-        ffn = mlp.ffn_hidden_size
-        halves = [(start + rank * (ffn // size), ffn // size) for start in (0, ffn)]  # gate, up
-        yield _stacked(f"{source}mlp.linear_fc1.weight", f"{target}mlp.gate_up_proj.weight", (2 * ffn, hidden), halves)
-        yield _columns(f"{source}mlp.linear_fc2.weight", f"{target}mlp.down_proj.weight", hidden, ffn, rank, size)
-    yield _norm("decoder.final_layernorm.weight", "model.norm.weight", hidden)
+        for weight in layer.weights:
+            module, _, kind = weight.name.rpartition(".")
+            names = f"decoder.layers.{number}.{weight.name}", f"model.layers.{number}.{MODULES[module]}.{kind}"
+            if module == "self_attention.linear_qkv":
+                yield _qkv(*names, weight.size, _parts(layer)[0], rank, size)
+            else:
+                yield shard_of(weight, rank, size, *names)
+    norm = Weight("decoder.final_layernorm.weight", (shape.hidden_size,))
+    yield shard_of(norm, rank, size, norm.name, "model.norm.weight")
     if not shape.tie_word_embeddings:
         yield _vocabulary(OUTPUT_LAYER, "lm_head.weight", shape, rank, size)
-
-
-def _norm(name: str, local_name: str, hidden: int) -> Shard:
-    return Shard(name, local_name, (hidden,), (hidden,), (Box((0, hidden), (0, 1), 0, 0),), True)
 
 
 def _vocabulary(name: str, local_name: str, shape: ModelShape, rank: int, size: int) -> Shard:
@@ -103,36 +99,24 @@ def _vocabulary(name: str, local_name: str, shape: ModelShape, rank: int, size: 
     return Shard(name, local_name, (shape.padded_vocab_size, hidden), (rows, hidden), boxes, False)
 
 
-def _columns(name: str, local_name: str, rows: int, cols: int, rank: int, size: int) -> Shard:
-    width = cols // size
-    box = Box((0, rows), (rank * width, (rank + 1) * width), 0, 0)
-    return Shard(name, local_name, (rows, cols), (rows, width), (box,), False)
-
-
-def _qkv(name: str, local_name: str, attention: Attention, rank: int, size: int) -> Shard:
+def _qkv(name: str, local_name: str, whole: Size, attention: Attention, rank: int, size: int) -> Shard:
     """[q; k; v] of the rank's heads. Megatron orders rows by query group: its queries, its key, its value."""
     heads, groups, width = attention.num_heads, attention.num_groups, attention.head_dim
     queries = heads // groups
     stride = (queries + 2) * width  # rows of one group
     here = range(rank * heads // size, (rank + 1) * heads // size)
     kv_heads = range(here.start // queries, -(-here.stop // queries))
-    spans = []
+    spans = []  # first row, number
     for group in kv_heads:
         first, end = max(here.start, group * queries), min(here.stop, (group + 1) * queries)
         spans.append((group * stride + (first - group * queries) * width, (end - first) * width))
     for place in (queries, queries + 1):
         spans += [(group * stride + place * width, width) for group in kv_heads]
-    cols = () if name.endswith(".bias") else (attention.hidden_size,)
-    return _stacked(name, local_name, (groups * stride, *cols), spans)
-
-
-def _stacked(name: str, local_name: str, shape: tuple[int, ...], spans: list[tuple[int, int]]) -> Shard:
-    """`spans` of rows (first, number), one below the other."""
-    boxes, local_row = [], 0
+    boxes, local_row = list[Box](), 0
     for first, rows in spans:
-        boxes.append(Box((first, first + rows), (0, math.prod(shape[1:])), local_row, 0))
+        boxes.append(Box((first, first + rows), (0, math.prod(whole[1:])), local_row, 0))
         local_row += rows
-    return Shard(name, local_name, shape, (local_row, *shape[1:]), tuple(boxes), False)
+    return Shard(name, local_name, whole, (local_row, *whole[1:]), tuple(boxes), False)
 
 
 class ShardGroup(NamedTuple):
@@ -161,15 +145,6 @@ class Piece(NamedTuple):
     dst_col: int
     rows: int
     cols: int
-
-
-class _SourceRectangle(NamedTuple):
-    """A rectangle of a global tensor, (first, end) of rows and columns, and where it starts at each holder."""
-
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-    holders: tuple[int, ...]
-    origins: tuple[tuple[int, int], ...]
 
 
 def megatron_shard_groups(shape: ModelShape, layout: Layout, head: Head, lora: Lora | None = None) -> list[ShardGroup]:
@@ -212,50 +187,35 @@ def cut(source: list[ShardGroup], destination: list[ShardGroup]) -> list[list[Pi
     return [list(_pieces(group, held)) for group in destination]
 
 
-def _pieces(group: ShardGroup, held: dict[str, list[_SourceRectangle]]) -> Iterator[Piece]:
+def _pieces(group: ShardGroup, held: dict[str, dict[Extent, list[tuple[int, Box]]]]) -> Iterator[Piece]:
     number = 0
     for shard in group.shards:
         for box in shard.boxes:
-            for source in held.get(shard.name, ()):
-                top, bottom = _overlap(box.global_rows, source.rows)
-                left, right = _overlap(box.global_cols, source.cols)
-                if top >= bottom or left >= right:
+            for (rows, cols), holders in held.get(shard.name, {}).items():
+                part = box.within(rows, cols)
+                if part is None:
                     continue
-                down, along = top - source.rows[0], left - source.cols[0]
+                (top, bottom), (left, right), local_row, local_col = part
+                down, along = top - rows[0], left - cols[0]
                 yield Piece(
                     number,
                     shard.name,
                     shard.local_name,
-                    source.holders,
-                    tuple((row + down, col + along) for row, col in source.origins),
-                    box.local_row + top - box.global_rows[0],
-                    box.local_col + left - box.global_cols[0],
+                    tuple(holder for holder, _ in holders),
+                    tuple((source.local_row + down, source.local_col + along) for _, source in holders),
+                    local_row,
+                    local_col,
                     bottom - top,
                     right - left,
                 )
                 number += 1
 
 
-def _source_rectangles(source: list[ShardGroup]) -> dict[str, list[_SourceRectangle]]:
-    """Return every rectangle of the source by parameter; all groups that have it are its holders."""
-    found: dict[str, dict[tuple[tuple[int, int], tuple[int, int]], list[tuple[int, Box]]]] = defaultdict(dict)
+def _source_rectangles(source: list[ShardGroup]) -> dict[str, dict[Extent, list[tuple[int, Box]]]]:
+    """Return every rectangle of the source by parameter and extent, with the groups that have it and their boxes."""
+    found: dict[str, dict[Extent, list[tuple[int, Box]]]] = defaultdict(dict)
     for number, group in enumerate(source):
         for shard in group.shards:
             for box in shard.boxes:
                 found[shard.name].setdefault((box.global_rows, box.global_cols), []).append((number, box))
-    return {
-        name: [
-            _SourceRectangle(
-                rows,
-                cols,
-                tuple(number for number, _ in boxes),
-                tuple((box.local_row, box.local_col) for _, box in boxes),
-            )
-            for (rows, cols), boxes in extents.items()
-        ]
-        for name, extents in found.items()
-    }
-
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(one[0], other[0]), min(one[1], other[1])
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -89,10 +89,11 @@ class Refit:
         self._bytes_from = {peer: sum(move.nbytes for move in moves) for peer, moves in plan.receives(rank).items()}
         self._scratch_bytes = scratch
         self._num_runs = 0
+        nodes = resharding.nodes
         self._transports = make_transports(
             self._comm,
             self._ranks,
-            _neighbours(self._ranks, rank, resharding.nodes),
+            tuple(other for other in self._ranks if nodes is None or nodes[other] == nodes[rank]),
             plan.sends(rank),
             plan.receives(rank),
             dtype,
@@ -173,8 +174,3 @@ class Refit:
 def _parts(copies: list[Move], source: Weights, destination: Weights) -> Iterator[tuple[Tensor, Tensor]]:
     for move in copies:
         yield source_part(source, move), destination_part(destination, move)
-
-
-def _neighbours(ranks: tuple[int, ...], rank: int, nodes: Sequence[int] | None) -> tuple[int, ...]:
-    """Return those of `ranks` on the node of `rank`."""
-    return ranks if nodes is None else tuple(other for other in ranks if nodes[other] == nodes[rank])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
@@ -93,6 +94,7 @@ Nodes = Mapping[int, list[int]]  # node -> ranks
 NodeOf: TypeAlias = Sequence[int] | None  # by world rank; None: all ranks share one node
 
 
+@dataclass(eq=False)
 class PieceSet:
     """All pieces with the same source groups; every rank of these groups can send any part of them.
 
@@ -100,23 +102,19 @@ class PieceSet:
     source groups and their ranks, `needs` the destination groups and their pieces.
     """
 
-    def __init__(
-        self,
-        holders: dict[int, tuple[int, ...]],
-        needs: dict[int, list[Piece]],
-        destination_nodes: list[Nodes],
-        node_of: NodeOf,
-        itemsize: int,
-    ) -> None:
-        self.needs = needs
-        self.place = {rank: place for place, ranks in enumerate(holders.values()) for rank in ranks}
+    holders: dict[int, tuple[int, ...]]
+    needs: dict[int, list[Piece]]
+    destination_nodes: list[Nodes]
+    node_of: NodeOf
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        needs, destination_nodes = self.needs, self.destination_nodes
+        self.place = {rank: place for place, ranks in enumerate(self.holders.values()) for rank in ranks}
         self.nbytes = {
-            group: sum(piece.rows * piece.cols for piece in pieces) * itemsize for group, pieces in needs.items()
+            group: sum(piece.rows * piece.cols for piece in pieces) * self.itemsize for group, pieces in needs.items()
         }
-        self.itemsize = itemsize
-        self._node_of = node_of
-        self._nodes = by_node(self.place, node_of)
-        self._destination_nodes = destination_nodes
+        self._nodes = by_node(self.place, self.node_of)
         self._rectangles: dict[tuple[int, ...], tuple[list[int], list[Rectangle]]] = {}
         self.near: dict[int, Channel] = {}
         remote = {group: sum(map(len, destination_nodes[group].values())) for group in needs}
@@ -134,20 +132,20 @@ class PieceSet:
 
     def channel_to(self, rank: int) -> Channel:
         """Return the channel that reaches a rank which does not hold the pieces."""
-        channel = self.near.get(_node(rank, self._node_of), self.far)
+        channel = self.near.get(_node(rank, self.node_of), self.far)
         assert channel is not None
         return channel
 
     def channels_from(self, rank: int) -> list[Channel]:
         """Return the channels that a holder may send on."""
-        near = self.near.get(_node(rank, self._node_of))
+        near = self.near.get(_node(rank, self.node_of))
         return [channel for channel in (near, self.far) if channel]
 
     def remote_targets(self) -> list[Target]:
         return [
             Target(group, rank)
             for group in self.needs
-            for node, ranks in self._destination_nodes[group].items()
+            for node, ranks in self.destination_nodes[group].items()
             if node not in self._nodes
             for rank in ranks
         ]

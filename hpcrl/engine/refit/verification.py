@@ -12,7 +12,8 @@ from torch import Tensor
 from hpcrl.engine.refit.messages import Weights
 from hpcrl.engine.refit.pieces import ShardGroup
 from hpcrl.kernels.checksum import add_checksum
-from hpcrl.model.params import Box, Shard
+from hpcrl.model.blocks.block import Box
+from hpcrl.model.params import Shard
 from hpcrl.runtime.exits import CHECKSUM
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import all_gather_object, wait
@@ -35,15 +36,10 @@ class ChecksumMismatch(Exception):
 
 
 class _Region(NamedTuple):
-    """A rectangle of a local tensor, where it starts in the global tensor, and the total that it counts towards."""
+    """A rectangle of a tensor, and the total that it counts towards."""
 
     tensor: str
-    row: int
-    col: int
-    rows: int
-    cols: int
-    global_row: int
-    global_col: int
+    box: Box
     total: int
 
 
@@ -106,12 +102,12 @@ class Verifier:
         """uint64 (totals,)."""
         sums: dict[torch.device, Tensor] = {}
         for part in regions:
-            tensor = weights[part.tensor]
-            values = tensor.view(tensor.size(0), -1)[part.row : part.row + part.rows, part.col : part.col + part.cols]
+            tensor, ((top, bottom), (left, right), row, col) = weights[part.tensor], part.box
+            values = tensor.view(tensor.size(0), -1)[row : row + bottom - top, col : col + right - left]
             if tensor.device not in sums:
                 sums[tensor.device] = torch.zeros(self._num_totals, dtype=torch.int64, device=tensor.device)
             total = sums[tensor.device][part.total]
-            add_checksum(total, values, part.global_row, part.global_col, self._dtype, self._scratch_bytes)
+            add_checksum(total, values, top, left, self._dtype, self._scratch_bytes)
         found = torch.zeros(self._num_totals, dtype=torch.int64)
         for of_device in sums.values():
             found += of_device.cpu()
@@ -151,12 +147,8 @@ def _extents(shard: Shard) -> Extents:
 
 def _overlap(tensor: str, held: Box, other: Box, total: int) -> _Region | None:
     """Return the part of `held` that lies in `other`."""
-    top, bottom = max(held.global_rows[0], other.global_rows[0]), min(held.global_rows[1], other.global_rows[1])
-    left, right = max(held.global_cols[0], other.global_cols[0]), min(held.global_cols[1], other.global_cols[1])
-    if top >= bottom or left >= right:
-        return None
-    row, col = held.local_row + top - held.global_rows[0], held.local_col + left - held.global_cols[0]
-    return _Region(tensor, row, col, bottom - top, right - left, top, left, total)
+    part = held.within(other.global_rows, other.global_cols)
+    return None if part is None else _Region(tensor, part, total)
 
 
 def _described(layout: Layout) -> str:

@@ -23,11 +23,9 @@ from hpcrl.model.params import stage_layers
 
 
 class Logits(NamedTuple):
-    """Bytes of logits: the head's output, what is kept for the backward pass, and the peak of each pass with what is
-    kept."""
+    """Bytes of logits: the head's output, and the peak of each pass with what is kept for the backward pass."""
 
     raw: int
-    kept: int
     forward: int
     backward: int
 
@@ -70,10 +68,6 @@ class Pass:
         if self.replays_routing and shape.routed is not None:
             each += INT16 * shape.routed.width
         return self.count * (self.tokens * each + self.rows * 2 * INT64)
-
-    def pictures_of(self, stage: int) -> PicturePass | None:
-        """Return the pictures of a micro-batch, which only the first stage embeds."""
-        return self.pictures if stage == 0 else None
 
     def gathered(self) -> int:
         """Return the bytes of the buffer into which sequence parallelism gathers a layer's input. It stays; frozen
@@ -141,20 +135,19 @@ class Pass:
         """
         model = self.model
         if model.head != "lm" or piece < self._last:
-            return Logits(0, 0, 0, 0)
+            return Logits(0, 0, 0)
         widest = model.shape.padded_vocab_size // model.layout.tp
         if self.on_gpu and self.chunk_tokens is not None:
             # By columns, whose gradients have the dtype of the weight, beside that of the hidden states in fp32.
             most = self.rows * widest
             raw, grad = (min(chunks * HEAD_CHUNK_BYTES // FP32, most) for chunks in (1, HEAD_CHUNKS))
             hidden = self.rows * model.shape.hidden_size
-            return Logits(raw * FP32, 0, raw * FP32, (raw + hidden) * FP32 + grad * model.itemsize)
+            return Logits(raw * FP32, raw * FP32, (raw + hidden) * FP32 + grad * model.itemsize)
         chunk = self.rows if self.chunk_tokens is None else min(self.rows, self.chunk_tokens)
         raw, padded = chunk * widest * model.itemsize, chunk * widest * FP32
         whole = chunk * min(widest, model.shape.vocab_size) * FP32
         rounded = raw if model.itemsize < FP32 else 0
-        kept = whole if self.chunk_tokens is None else 0
-        return Logits(raw, kept, raw + 2 * whole, (3 if self.entropy else 2) * whole + padded + rounded)
+        return Logits(raw, raw + 2 * whole, (3 if self.entropy else 2) * whole + padded + rounded)
 
     def in_flight(self, stage: int) -> int:
         """Return the most bytes that micro-batches keep while they wait for their backward pass.
@@ -176,20 +169,24 @@ class Pass:
             most = max(most, held)
         return most
 
+    def _resident(self, stage: int) -> int:
+        """Return the bytes of inputs, of pictures too, which the first stage embeds, and of the gathered buffer."""
+        pictures = 0 if self.pictures is None or stage > 0 else self.pictures.inputs(on_gpu=self.on_gpu)
+        return self.inputs() + self.gathered() + self.count * pictures
+
     def training(self, stage: int) -> tuple[int, int]:
         """Return the most bytes of forward and backward passes: activations, logits.
 
         It is reached in the head's backward pass or in that of the stage's last layer.
         """
-        resident = self.inputs() + self.gathered() + self.in_flight(stage)
+        resident = self._resident(stage) + self.in_flight(stage)
         logits = self.logits(self.pieces(stage)[-1])
         shape, tp = self.model.shape, self.model.layout.tp
         weight = shape.padded_vocab_size // tp * shape.hidden_size * self.model.itemsize
         # Chunks add their gradients of the head's weight up beside it.
         at_head = max(logits.forward, logits.backward + (weight if logits.raw and self.chunk_tokens else 0))
         at_layer = max(self._backward(piece) + self._again(piece) for piece in self.pieces(stage))
-        if (pictures := self.pictures_of(stage)) is not None:
-            resident += self.count * pictures.inputs(on_gpu=self.on_gpu)
+        if (pictures := self.pictures) is not None and stage == 0:
             embedding = self._hidden + pictures.embedding(self._hidden, on_gpu=self.on_gpu, trains=True)
             # The decoder layers keep nothing yet, or nothing any more.
             at_layer = max(at_layer, max(embedding, pictures.kept + pictures.backward) - self.kept(0))
@@ -198,13 +195,10 @@ class Pass:
     def forward(self, stage: int) -> tuple[int, int]:
         """Return the most bytes without gradients: activations, logits. The stage's output for the previous micro-batch
         still exists."""
-        pieces = self.pieces(stage)
-        logits = self.logits(pieces[-1])
-        resident = self.inputs() + self.gathered()
-        kinds = {layer for piece in pieces for layer in self._layers(piece)}
+        pieces, resident = self.pieces(stage), self._resident(stage)
+        logits, kinds = self.logits(pieces[-1]), {layer for piece in pieces for layer in self._layers(piece)}
         inside_layer = max(layer.peak(self._batch) for layer in kinds)
-        if (pictures := self.pictures_of(stage)) is not None:
-            resident += self.count * pictures.inputs(on_gpu=self.on_gpu)
+        if (pictures := self.pictures) is not None and stage == 0:
             embedding = self._hidden + pictures.embedding(self._hidden, on_gpu=self.on_gpu)
             inside_layer = max(inside_layer + pictures.deepstack, embedding)
         again = self.count > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpcrl.config.roles import KEYS, REF, Part, RoleSpec, offloaded
+from hpcrl.config.roles import KEYS, REF, RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.forecast.memory.memory import NEEDED, Phase, Row, TrainingPlan, binary, with_keys
 
@@ -36,10 +36,8 @@ def cheapest_fix(job: TrainingPlan) -> tuple[dict[str, object], Row] | None:
 
 def _changes(job: TrainingPlan) -> Iterator[dict[str, object]]:
     layouts, budgets, offloads = list(_layouts(job)), list(_budgets(job)), list(_more_offload(job))
-    now = job.config.rollout.gpu_memory_utilization
-    shares: list[dict[str, object]] = [
-        {"rollout.gpu_memory_utilization": share / 10} for share in range(9, 0, -1) if share / 10 < now
-    ]
+    key, now = "rollout.gpu_memory_utilization", job.config.rollout.gpu_memory_utilization
+    shares: list[dict[str, object]] = [{key: share / 10} for share in range(9, 0, -1) if share / 10 < now]
     yield from (*layouts, *budgets, *shares, *offloads)
     least = budgets[-1] if budgets else {}
     yield from (layout | least for layout in layouts)
@@ -48,9 +46,7 @@ def _changes(job: TrainingPlan) -> Iterator[dict[str, object]]:
         nodes: dict[str, object] = {"job.nodes": job.config.job.nodes * factor}
         yield nodes
         yield from (nodes | budget for budget in budgets)
-        for layout in layouts:
-            yield nodes | layout
-            yield nodes | layout | least
+        yield from (nodes | layout | more for layout in layouts for more in ({}, least))
 
 
 def _layouts(job: TrainingPlan) -> Iterator[dict[str, object]]:
@@ -93,22 +89,19 @@ def _budgets(job: TrainingPlan) -> Iterator[dict[str, object]]:
         yield dict(budgets)
 
 
-PHASES = {  # a worker's method -> the plan's name of the phase
-    "rollout.generate": "rollout",
-    "rollout.go_on": "rollout",
+PHASES = {  # of a plan, by a worker's method, where neither its role nor `update_<role>` names them
     "actor.compute_log_prob": "old_log_prob",
     "actor.compute_ref_log_prob": "ref",
-    "ref.compute_ref_log_prob": "ref",
-    "teacher.compute_teacher_log_prob": "teacher",
-    "reward.compute_rm_score": "reward",
-    "judge.judge": "judge",
     "critic.compute_values": "values",
-    "critic.update_critic": "update_critic",
-    "actor.update_actor": "update_actor",
     "refit.update_weights": "refit",
     "actor.begin_save": "save_actor",
     "critic.begin_save": "save_critic",
 }
+
+
+def phase_of(role: str | None, method: str | None) -> str | None:
+    """The plan's name of the phase in which a method of a role's worker runs."""
+    return PHASES.get(f"{role}.{method}", f"update_{role}" if "update" in (method or "") else role)
 
 
 def advice(
@@ -120,18 +113,19 @@ def advice(
     size = {"job.nodes": num_ranks // per_node, "job.ntasks_per_node": per_node, "job.gpus_per_node": per_node}
     try:
         job = TrainingPlan(with_keys(config, size), tuple(own_roles))
-        name = PHASES.get(f"{role}.{method}", f"update_{role}" if "update" in (method or "") else role)
-        phase = next((phase for phase in job.phases if phase.name == name), None)
+        phases = {phase.name: phase for phase in job.phases}
+        name = phase_of(role, method)
         row = next((row for row in job.rows() if row.phase == name and rank in row.place.ranks), None)
     except Exception as error:
         if not getattr(error, "user_error", False):
             raise
         return f"`hpcrl plan` has no figures: {error}"
-    if phase is None or row is None:
+    if row is None:
         return "`hpcrl plan` has no figures for this phase"
     parts = zip(Row._fields[2:], row[2:], strict=True)
     figures = ", ".join(f"{name} {binary(nbytes)}" for name, nbytes in parts if nbytes)
-    return f"`hpcrl plan` expects {binary(row.total)}: {figures}; to need less: {', '.join(changes(job, phase, row))}"
+    needs_less = ", ".join(changes(job, phases[row.phase], row))
+    return f"`hpcrl plan` expects {binary(row.total)}: {figures}; to need less: {needs_less}"
 
 
 def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
@@ -148,20 +142,9 @@ def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
             yield f"{spec.path}.{spec.max_tokens} below {spec.token_budget(config)}"
         if phase.kind == "train" and config.model.recompute.granularity != "full":
             yield "model.recompute.granularity=full"
-    yield from _offloads(job, phase, row)
+    for name in (name for name in job.models if name in row.place.stages):
+        parts = NEEDED["forward" if job.models[name].optim is None else "train"]
+        for part in parts:  # on the device without need
+            if part not in (*job.away(name), *job.needed(name, phase)):
+                yield f"{job.specs[name].path}.{KEYS[part]}=true"
     yield f"a larger placement.{role}.tp or pp"
-
-
-def _offloads(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
-    """Keys that offload what this phase does not need and the rank's roles still keep on the device."""
-    for role, model in job.models.items():
-        if role not in row.place.stages:
-            continue
-        parts: tuple[Part, ...] = (
-            ("parameters", "gradients", "optimizer") if model.optim is not None else ("parameters",)
-        )
-        works = role == phase.role or (role == "actor" and phase.kind == "refit")
-        kept = {*offloaded(job.config, job.specs[role]), *(NEEDED[phase.kind] if works else ())}
-        for part in parts:
-            if part not in kept:
-                yield f"{job.specs[role].path}.{KEYS[part]}=true"

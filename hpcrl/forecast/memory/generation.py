@@ -10,14 +10,15 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpcrl.config.schema import EngineConfig, JudgeConfig
+from hpcrl.config.schema import EngineConfig
+from hpcrl.model.blocks.micro_batch import FP32, INT64
 from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.cache_layout import CacheLayout, blocks_for
 from hpcrl.runtime.layout import Layout
 
-FP32, INT64 = 4, 8
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class PicturePass:
     @property
     def forward(self) -> int:
         """The tower's peak without gradients, in the attention or the MLP of a block."""
-        hidden, ffn, itemsize = self._hidden, self._ffn, self.itemsize
+        hidden, ffn, itemsize = self._hidden, int(self.vision.tower["intermediate_size"]), self.itemsize
         in_fp32 = 4 * hidden * FP32 + (2 * hidden * FP32 if itemsize < FP32 else 0)  # rotary embedding
         attention = max(10 * hidden * itemsize, 5 * hidden * itemsize + in_fp32)
         mlp = 3 * hidden * itemsize + (2 if self._is_qwen3 else 3) * ffn * itemsize
@@ -103,10 +104,6 @@ class PicturePass:
         return int(self.vision.tower["hidden_size"])
 
     @property
-    def _ffn(self) -> int:
-        return int(self.vision.tower["intermediate_size"])
-
-    @property
     def _rotary(self) -> int:
         """Cosines and sines of a patch."""
         return 2 * self._hidden // int(self.vision.tower["num_heads"]) * FP32
@@ -118,7 +115,7 @@ class PicturePass:
             return 0
         tower, itemsize = self.vision.tower, self.itemsize
         attention = 7 * self._hidden * itemsize + int(tower["num_heads"]) * FP32
-        mlp = (2 if self._is_qwen3 else 4) * self._ffn * itemsize
+        mlp = (2 if self._is_qwen3 else 4) * int(tower["intermediate_size"]) * itemsize
         block = attention + mlp + 2 * self._norm(has_weight=True)
         learned = 4 * (INT64 + FP32) if self._is_qwen3 else 0
         return self.vision.patch_width * itemsize + learned + self._rotary + int(tower["depth"]) * block
@@ -149,17 +146,15 @@ class PicturePass:
         return self._norm(has_weight=True) + 2 * hidden - has_no_gradient * self._hidden * FP32
 
 
-GIB = 2**30
-
-
 @dataclass(frozen=True)
-class JudgeEngine:
-    """The judge's native engine on one of its ranks."""
+class EngineMemory:
+    """A generation engine on one of its ranks. longest: tokens of a sequence."""
 
-    cfg: JudgeConfig
+    cfg: EngineConfig
     shape: ModelShape
     layout: Layout
     itemsize: int
+    longest: int
 
     @cached_property
     def weights(self) -> int:
@@ -167,35 +162,27 @@ class JudgeEngine:
         own = shards(self.shape, engine_layout(self.shape, self.layout.tp))
         return sum(math.prod(shard.local_shape) for shard in own) * self.itemsize
 
-    def kv_cache(self, free: int | None) -> int:
-        """See `native_kv_cache`."""
-        longest = self.cfg.max_prompt_length + self.cfg.max_response_length
-        return native_kv_cache(self.cfg, self.shape, self.layout.tp, self.itemsize, longest, free)
+    def kv_cache(self, capacity: int | None, taken: int) -> int:
+        """Bytes of a native engine's KV cache, in which at least one sequence has to fit. capacity: bytes of the
+        device, of which `taken` have other uses when the engine is built; None: any."""
+        cfg, longest, itemsize = self.cfg, self.longest, self.itemsize
+        if cfg.kv_cache_gib is not None:
+            return int(cfg.kv_cache_gib * GIB)
+        layout = CacheLayout.of(self.shape, self.layout.tp, longest)
+        least = cfg.max_num_seqs * layout.sequence_bytes(itemsize) + blocks_for(longest) * layout.block_bytes(itemsize)
+        most = layout.most_bytes(itemsize, cfg.max_num_seqs, longest)
+        if capacity is None:
+            return most
+        return max(least, min(most, int(max(0, capacity - taken) * cfg.gpu_memory_utilization)))
 
     def work(self) -> tuple[int, int]:
-        return generation_work(self.cfg, self.shape, self.layout.tp, self.itemsize)
-
-
-def native_kv_cache(
-    cfg: EngineConfig, shape: ModelShape, tp: int, itemsize: int, longest: int, free: int | None
-) -> int:
-    """Bytes of a rank's KV cache, in which at least one sequence of `longest` tokens has to fit. free: bytes that are
-    left when the engine is built, its weights included; None: any."""
-    if cfg.kv_cache_gib is not None:
-        return int(cfg.kv_cache_gib * GIB)
-    layout = CacheLayout.of(shape, tp, longest)
-    least = cfg.max_num_seqs * layout.sequence_bytes(itemsize) + blocks_for(longest) * layout.block_bytes(itemsize)
-    most = layout.most_bytes(itemsize, cfg.max_num_seqs, longest)
-    return most if free is None else max(least, min(most, int(free * cfg.gpu_memory_utilization)))
-
-
-def generation_work(cfg: EngineConfig, shape: ModelShape, tp: int, itemsize: int) -> tuple[int, int]:
-    """Return an estimate of two sizes in bytes: the activations of a prefill, and the logits of all running sequences
-    over the whole vocabulary with what sampling makes of them."""
-    tokens = max(cfg.max_num_batched_tokens, cfg.max_num_seqs)
-    width = shape.layers[-1].mlp.inner_width  # most layers are like the last one
-    activations = tokens * itemsize * (3 * shape.hidden_size + 4 * width // tp)
-    return activations, cfg.max_num_seqs * shape.padded_vocab_size * (2 * itemsize + 4 + 2 * 8)
+        """Return an estimate of two sizes in bytes: the activations of a prefill, and the logits of all running
+        sequences over the whole vocabulary with what sampling makes of them."""
+        cfg, shape, itemsize = self.cfg, self.shape, self.itemsize
+        tokens = max(cfg.max_num_batched_tokens, cfg.max_num_seqs)
+        width = shape.layers[-1].mlp.inner_width  # most layers are like the last one
+        activations = tokens * itemsize * (3 * shape.hidden_size + 4 * width // self.layout.tp)
+        return activations, cfg.max_num_seqs * shape.padded_vocab_size * (2 * itemsize + 4 + 2 * 8)
 
 
 def encoding_work(

@@ -13,26 +13,23 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
+from hpcrl.config import placement
 from hpcrl.config.derive import Derived, check
-from hpcrl.config.roles import ACTOR, JUDGE, PLACED, REF, Part, RoleSpec, offloaded, with_own
+from hpcrl.config.roles import ACTOR, JUDGE, PLACED, REF, ROLLOUT, Part, RoleSpec, offloaded, shares_weights, with_own
 from hpcrl.config.schema import Config, S
 from hpcrl.engine.refit.planner import RankTraffic, Resharding
 from hpcrl.forecast.memory.activations import Pass
-from hpcrl.forecast.memory.generation import JudgeEngine, PicturePass, encoding_work, generation_work, native_kv_cache
-from hpcrl.forecast.memory.refit import Question, job_shape, model_shape, question
-from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State
+from hpcrl.forecast.memory.generation import GIB, MIB, EngineMemory, PicturePass, encoding_work
+from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State, job_shape, model_shape
 from hpcrl.model.architecture import check_longest, check_towers, check_vision
 from hpcrl.model.blocks.block import unsupported
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
-from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, blocks_for
 from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import ROW_MULTIPLE, Layout
 
-MIB = 2**20
-GIB = 2**30
 Kind = Literal["generate", "forward", "train", "refit", "save"]
 NEEDED: dict[Kind, tuple[Part, ...]] = {  # of the role that works
     "generate": (),
@@ -90,14 +87,39 @@ class TrainingPlan:
         return check(self.config, job.nodes * job.ntasks_per_node, own_roles=self.own_roles)
 
     @cached_property
-    def specs(self) -> dict[str, RoleSpec]:
-        """Roles for which megatron builds a model."""
-        known = {spec.name: spec for spec in with_own(PLACED, self.own_roles)}
-        return {role: known[role] for role in self.derived.roles if known[role].head is not None}
+    def known(self) -> dict[str, RoleSpec]:
+        """All roles by name."""
+        return {spec.name: spec for spec in with_own(PLACED, self.own_roles)}
 
     @cached_property
-    def refit(self) -> Question:
-        return question(self.config)
+    def specs(self) -> dict[str, RoleSpec]:
+        """Roles for which megatron builds a model."""
+        return {role: self.known[role] for role in self.derived.roles if self.known[role].head is not None}
+
+    @cached_property
+    def refit(self) -> Resharding:
+        """Of the actor's weights to the engine. Nothing is checked but the two layouts."""
+        config, each = self.config, self.config.job.ntasks_per_node
+        world_size = config.job.nodes * each
+        shape, roles = job_shape(config), placement.place(config, [ACTOR, ROLLOUT], world_size)
+        return Resharding(
+            shape,
+            role_layout(shape, "actor", **roles["actor"].grid),
+            role_layout(shape, "rollout", **roles["rollout"].grid),
+            ITEMSIZE[config.rollout.dtype or config.model.dtype],
+            nodes=tuple(rank // each for rank in range(world_size)),
+            destination_format="tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron",
+        )
+
+    @property
+    def aliases(self) -> bool:
+        """Whether the engine shares weights with the actor instead of having its own."""
+        rollout, dtypes = self.config.rollout, (None, self.config.model.dtype)
+        return shares_weights(self.config) and rollout.engine == "native" and rollout.dtype in dtypes
+
+    def shared(self, rank: int) -> int:
+        """Bytes of a rank that the engine shares with the actor."""
+        return sum(its.nbytes for its in self.refit.shared(rank)) if self.aliases else 0
 
     @property
     def on_gpu(self) -> bool:
@@ -131,25 +153,26 @@ class TrainingPlan:
         check_towers(shape, {self.specs[role].path: model.shape for role, model in models.items()})
         return models
 
-    @property
-    def vision(self) -> Vision | None:
-        """The policy's tower."""
-        return self.models["actor"].shape.vision
+    @cached_property
+    def engine(self) -> EngineMemory:
+        """The rollout engine."""
+        cfg, refit, longest = self.config.rollout, self.refit, self.derived.max_sequence_length
+        return EngineMemory(cfg, refit.shape, self.layouts["rollout"], refit.itemsize, longest)
 
     @cached_property
-    def judge(self) -> JudgeEngine | None:
+    def judge(self) -> EngineMemory | None:
         """The judge's engine, if the job has a judge."""
-        placed = self.derived.roles.get(JUDGE.name)
+        placed, cfg = self.derived.roles.get(JUDGE.name), self.config.reward.judge
         if placed is None:
             return None
         architecture = JUDGE.architecture(self.config)
         shape = model_shape(architecture, job_shape(self.config).vocab_size)
-        layout = role_layout(shape, JUDGE.name, **placed.grid)
-        return JudgeEngine(self.config.reward.judge, shape, layout, ITEMSIZE[architecture.dtype])
+        layout, longest = role_layout(shape, JUDGE.name, **placed.grid), cfg.max_prompt_length + cfg.max_response_length
+        return EngineMemory(cfg, shape, layout, ITEMSIZE[architecture.dtype], longest)
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        rollout = role_layout(self.refit.resharding.shape, "rollout", **self.derived.roles["rollout"].grid)
+        rollout = role_layout(self.refit.shape, "rollout", **self.derived.roles["rollout"].grid)
         judge = {JUDGE.name: self.judge.layout} if self.judge is not None else {}
         return {**{role: model.layout for role, model in self.models.items()}, "rollout": rollout, **judge}
 
@@ -205,24 +228,26 @@ class TrainingPlan:
             if not place.stages.keys().isdisjoint({"actor", "rollout"} if phase.kind == "refit" else {phase.role})
         ]
 
+    def away(self, role: str) -> tuple[Part, ...]:
+        """What of a role's model is in host memory while other roles compute."""
+        return offloaded(self.config, self.known[role])
+
+    @staticmethod
+    def needed(role: str, phase: Phase) -> tuple[Part, ...]:
+        """What of a role's model a phase has on the device."""
+        return NEEDED[phase.kind] if role == phase.role or (role == "actor" and phase.kind == "refit") else ()
+
     def on_device(self, phase: Phase, place: Place) -> list[State]:
         """State on the device in a phase, of each of the place's roles."""
-        found = []
-        for role in self._roles(place):
-            needed: tuple[Part, ...] = ()
-            if role == phase.role or (role == "actor" and phase.kind == "refit"):
-                needed = NEEDED[phase.kind]
-            away = [part for part in offloaded(self.config, self.specs[role]) if part not in needed]
-            found.append(self.states[role, place.stages[role]].without(away))
-        return found
+        away = {role: {*self.away(role)}.difference(self.needed(role, phase)) for role in self._roles(place)}
+        return [self.states[role, place.stages[role]].without(parts) for role, parts in away.items()]
 
     def on_host(self, place: Place) -> int:
         """Bytes of a rank's host memory that hold offloaded state."""
-        judged = State(self.judge.weights) if self.judge is not None and JUDGE.name in place.stages else State()
-        return judged.on_host(offloaded(self.config, JUDGE)) + sum(
-            self.states[role, place.stages[role]].on_host(offloaded(self.config, self.specs[role]))
-            for role in self._roles(place)
-        )
+        held = {role: self.states[role, place.stages[role]] for role in self._roles(place)}
+        if self.judge is not None and JUDGE.name in place.stages:
+            held[JUDGE.name] = State(self.judge.weights)
+        return sum(state.on_host(self.away(role)) for role, state in held.items())
 
     def on_hosts(self) -> dict[int, int]:
         """Bytes of `on_host` by node."""
@@ -244,39 +269,28 @@ class TrainingPlan:
     def _work(self, role: str, max_tokens: int, samples: int, entropy: bool) -> Pass:
         """Micro-batches that are as full as possible, of prompts and responses of the largest length."""
         data, model, longest = self.config.data, self.models[role], self.derived.max_sequence_length
-        layout = model.layout
-        of_replica = math.ceil(samples / layout.dp)
-        sequences = max_tokens // longest
-        multiple = layout.token_multiple(ROW_MULTIPLE)
+        layout, sequences = model.layout, max_tokens // longest
+        of_replica, multiple = math.ceil(samples / layout.dp), layout.token_multiple(ROW_MULTIPLE)
         count = layout.scheduled(math.ceil(of_replica / sequences))
         if layout.vpp > 1:  # with more micro-batches than it takes, each is less full
             sequences = math.ceil(of_replica / count)
             max_tokens = min(max_tokens, sequences * longest)
         rows = sequences if model.head == "reward" else math.ceil(max_tokens * data.max_response_length / longest)
         chunk = None if self.config.rollout.exact else self.config.trainer.head_chunk_tokens
-        return Pass(
-            model,
-            -(-max_tokens // multiple) * multiple // layout.cp,
-            math.ceil(rows / layout.cp),
-            count,
-            self.on_gpu,
-            entropy,
-            chunk,
-            self.config.model.recompute,
-            longest,
-            self.config.model.moe if model.optim is not None else None,
-            role == "actor" and self.config.actor.router_replay.mode != "disabled",
-            self._pictures(model, max_tokens, sequences),
-        )
+        tokens, rows = -(-max_tokens // multiple) * multiple // layout.cp, math.ceil(rows / layout.cp)
+        again, moe = self.config.model.recompute, self.config.model.moe if model.optim is not None else None
+        replays = role == "actor" and self.config.actor.router_replay.mode != "disabled"
+        fixed = model, tokens, rows, count, self.on_gpu, entropy, chunk, again, longest, moe, replays
+        return Pass(*fixed, self._pictures(model, max_tokens, sequences))
 
     def _pictures(self, model: RoleModel, max_tokens: int, sequences: int) -> PicturePass | None:
         """Pictures that fill the prompts of a micro-batch of at most so many sequences. While the tower is trained,
         each role encodes them, and their patches count in the size of a micro-batch."""
         data, vision, layout = self.config.data, model.shape.vision, model.layout
-        if vision is None or self.vision is None:
+        if vision is None or (tower := self.models["actor"].shape.vision) is None:
             return None
         num_ranks, patches = layout.tp * layout.cp, 0
-        if self.vision.train != "none":
+        if tower.train != "none":
             of_prompt = data.max_prompt_length * vision.merge_size**2
             of_picture = min(of_prompt, (data.max_pixels or math.inf) // vision.patch_size**2)
             cost = self.derived.max_sequence_length + int(model.shape.tokens_per_patch * of_prompt)
@@ -288,7 +302,7 @@ class TrainingPlan:
     def pictures_on_host(self, place: Place) -> int:
         """Bytes of a rank's host memory for pictures at most: features that are kept, and the columns of a step on a
         leader of the rollout and of the role with most of them."""
-        vision, data, derived = self.vision, self.config.data, self.derived
+        vision, data, derived = self.models["actor"].shape.vision, self.config.data, self.derived
         if vision is None:
             return 0
         frozen, engines = vision.train == "none", "rollout" in place.stages
@@ -302,7 +316,7 @@ class TrainingPlan:
         states = self.on_device(phase, place)
         parameters, gradients, optimizer = (sum(state[column] for state in states) for column in range(3))
         kv_cache = activations = logits = 0
-        buffers, own, whole = self._engine[place.ranks]
+        buffers, own, whole = self._of_engine[place.ranks]
         if phase.kind == "refit":
             buffers += self.models["actor"].merged(place.stages["actor"]) if "actor" in place.stages else 0
         elif self.on_gpu:
@@ -311,17 +325,18 @@ class TrainingPlan:
             parameters += own
             generates = phase.name == "rollout" or self.config.async_training.mode != "sync"
             if generates or not self.config.rollout.free_cache_engine:
-                idle = self.on_device(self.phases[0], place)  # the engine is built while others do nothing
-                kv_cache = self._kv_cache(sum(state.total for state in idle), own)
+                kv_cache = self._kv_cache(self._idle(place), own)
             if generates:
                 activations, logits = self._generation()
             if phase.kind == "refit":
                 parameters += whole - own
         if self.judge is not None and JUDGE.name in place.stages:
             judges = phase.role == JUDGE.name
-            parameters += self.judge.weights if judges or not offloaded(self.config, JUDGE) else 0
-            if judges:
-                kv_cache += self._judge_cache(place)
+            parameters += self.judge.weights if judges or not self.away(JUDGE.name) else 0
+            if judges:  # the engine is built after all other models
+                taken = self._idle(place)
+                taken += own + self._kv_cache(taken, own) if "rollout" in place.stages else 0
+                kv_cache += self.judge.kv_cache(self.capacity, taken)
                 activations, logits = self.judge.work()
         gathered = [p.work.gathered() for p in self.phases if p.work and p.role in place.stages]
         if phase.work is not None and phase.role in place.stages:
@@ -334,10 +349,9 @@ class TrainingPlan:
         return Row(phase.name, place, parameters, gradients, optimizer, activations, logits, kv_cache, buffers)
 
     @cached_property
-    def _engine(self) -> dict[tuple[int, ...], tuple[int, int, int]]:
+    def _of_engine(self) -> dict[tuple[int, ...], tuple[int, int, int]]:
         """By place: buffers of a refit, the engine's own weights, and its weights before the first refit."""
-        asked = self.refit
-        traffic, bucket = _traffic(asked.resharding), self.config.rollout.checkpoint_engine
+        traffic, bucket = _traffic(self.refit), self.config.rollout.checkpoint_engine
         limit = bucket.update_weights_bucket_megabytes * 2**20
         found = {}
         for place in self.places:
@@ -345,51 +359,40 @@ class TrainingPlan:
             for rank in place.ranks:
                 if rank in traffic:
                     its = traffic[rank]
-                    shared = sum(each.nbytes for each in asked.resharding.shared(rank)) if asked.aliases else 0
                     buffers = max(buffers, min(limit, its.sent + its.received))
-                    own = max(own, its.received + its.copied - shared)
+                    own = max(own, its.received + its.copied - self.shared(rank))
                     whole = max(whole, its.received + its.copied)
             found[place.ranks] = buffers, own, whole
         return found
 
+    def _idle(self, place: Place) -> int:
+        """Bytes of other models on the device while an engine is built."""
+        return sum(state.total for state in self.on_device(self.phases[0], place))
+
     def _kv_cache(self, taken: int, weights: int) -> int:
         """Bytes of a rank's KV cache, besides `taken` bytes and the engine's `weights`; at least one sequence has to
         fit."""
-        rollout, shape = self.config.rollout, self.refit.resharding.shape
-        itemsize = ITEMSIZE[rollout.dtype or self.config.model.dtype]
-        tp, longest = self.layouts["rollout"].tp, self.derived.max_sequence_length
+        rollout, engine, capacity = self.config.rollout, self.engine, self.capacity
         if rollout.engine == "native":
-            free = None if self.capacity is None else max(0, self.capacity - taken)
-            return native_kv_cache(rollout, shape, tp, itemsize, longest, free)
-        least = blocks_for(longest) * BLOCK_SIZE * kv_bytes_per_token(shape, tp, itemsize)
+            return engine.kv_cache(capacity, taken)
+        each = BLOCK_SIZE * kv_bytes_per_token(engine.shape, engine.layout.tp, engine.itemsize)
+        least = blocks_for(engine.longest) * each
         most = rollout.max_num_seqs * least
         if rollout.kv_cache_gib is not None:
             return min(int(rollout.kv_cache_gib * GIB), most)
-        if self.capacity is None:
+        if capacity is None:
             return most
-        free = max(0, self.capacity - taken - weights)
-        return max(least, min(most, int(free * rollout.gpu_memory_utilization)))
+        return max(least, min(most, int(max(0, capacity - taken - weights) * rollout.gpu_memory_utilization)))
 
     def _generation(self) -> tuple[int, int]:
-        rollout, shape, layout = self.config.rollout, self.refit.resharding.shape, self.layouts["rollout"]
-        itemsize = ITEMSIZE[rollout.dtype or self.config.model.dtype]
-        activations, logits = generation_work(rollout, shape, layout.tp, itemsize)
-        if shape.vision is not None:  # pictures are encoded first
-            prompts, data = math.ceil(self.config.data.train_batch_size / layout.dp), self.config.data
-            encoding = encoding_work(rollout, shape.vision, layout.tp, itemsize, prompts, data.max_prompt_length)
+        engine, data = self.engine, self.config.data
+        activations, logits = engine.work()
+        if engine.shape.vision is not None:  # pictures are encoded first
+            prompts = math.ceil(data.train_batch_size / engine.layout.dp)
+            cfg, tp, longest = self.config.rollout, engine.layout.tp, data.max_prompt_length
+            encoding = encoding_work(cfg, engine.shape.vision, tp, engine.itemsize, prompts, longest)
             activations = max(activations, encoding)
         return activations, logits
-
-    def _judge_cache(self, place: Place) -> int:
-        """Bytes of the judge's KV cache on a rank of the place; the engine is built after all other models."""
-        assert self.judge is not None
-        if self.capacity is None:
-            return self.judge.kv_cache(None)
-        taken = sum(state.total for state in self.on_device(self.phases[0], place))
-        if "rollout" in place.stages:
-            _, weights, _ = self._engine[place.ranks]
-            taken += weights + self._kv_cache(taken, weights)
-        return self.judge.kv_cache(max(0, self.capacity - taken))
 
 
 @lru_cache(maxsize=8)
@@ -416,3 +419,11 @@ def with_keys(section: S, changes: Mapping[str, object]) -> S:
 def binary(nbytes: int) -> str:
     """A size in MiB or GiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"
+
+
+def size(nbytes: float) -> str:
+    """A size in units of powers of 1000."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes:.0f} B"

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,16 +21,13 @@ from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.platform import make_gather_buffer
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
 class OwnGroups(GroupCache):
     """The groups of one rank, made without the other ranks."""
 
-    def get(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+    def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         if self._rank not in ranks:
             return None
         if ranks not in self._groups:

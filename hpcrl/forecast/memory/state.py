@@ -1,4 +1,5 @@
-"""What a role's model holds between its passes, in bytes: weights, gradients, optimizer; and what a run writes to disk.
+"""What a role's model is, and what it holds between its passes, in bytes: weights, gradients, optimizer; what a run
+writes to disk.
 
 No torch.
 """
@@ -9,12 +10,15 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from hpcrl.algorithms.optimizers.optimizer import Optimizer
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import HOST_BLOCK, Part
-from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
+from hpcrl.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
+from hpcrl.config.yaml_core import ConfigError
+from hpcrl.model.architecture import shape_from_yaml, with_training
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.runtime.layout import Layout
@@ -26,6 +30,28 @@ FP32 = 4
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 # Tensors in fp32 of a projection's update, of its size and of the square of its shorter side.
 WORK_MATRICES, WORK_SQUARES = 3, 2
+
+
+def job_shape(config: Config) -> ModelShape:
+    """The policy's shape, from its Hugging Face directory if the config names one."""
+    model, num_tokens = config.model, 0
+    if model.path is None and model.vocab_size is None:
+        if model.tokenizer is None:
+            raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
+        # takes seconds, and most large templates name vocab_size
+        from hpcrl.data.tokenizer import load_tokenizer, token_ids
+
+        num_tokens = max(token_ids(load_tokenizer(model.tokenizer))) + 1
+    return model_shape(model, num_tokens)
+
+
+def model_shape(model: ModelConfig, num_tokens: int) -> ModelShape:
+    """The shape of a section `model:`, of a Hugging Face directory without a look at its weights."""
+    if model.path is None:
+        return with_training(shape_from_yaml(model, num_tokens), model)
+    from hpcrl.model.families.config_json import read_shape
+
+    return with_training(read_shape(Path(model.path)), model)
 
 
 class State(NamedTuple):
@@ -43,32 +69,13 @@ class State(NamedTuple):
 
     def without(self, away: Collection[Part]) -> State:
         """The state that is left on the device."""
-        return State(
-            self.parameters * ("parameters" not in away),
-            self.gradients * ("gradients" not in away),
-            self.scalars if "optimizer" in away else self.optimizer,
-            self.scalars,
-        )
+        left = self.parameters * ("parameters" not in away), self.gradients * ("gradients" not in away)
+        return State(*left, self.scalars if "optimizer" in away else self.optimizer, self.scalars)
 
     def on_host(self, away: Collection[Part]) -> int:
         """Host memory for the offloaded parts; gradients are not kept."""
         kept = (self.parameters * ("parameters" in away), (self.optimizer - self.scalars) * ("optimizer" in away))
         return sum(_up(nbytes, HOST_BLOCK) for nbytes in kept)
-
-
-class Bucket(NamedTuple):
-    """A part of a buffer that is divided over the replicas; positions in elements."""
-
-    start: int
-    end: int
-    parameters: tuple[tuple[int, int, int], ...]  # first and behind the last element of each, bytes per element
-
-    def owned(self, replica: int, replicas: int) -> list[tuple[int, int]]:
-        """Elements of each parameter that belong to a replica's part of the optimizer, and bytes per element."""
-        size = (self.end - self.start) // replicas
-        first = self.start + replica * size
-        parts = ((min(end, first + size) - max(start, first), each) for start, end, each in self.parameters)
-        return [(part, each) for part, each in parts if part > 0]
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,9 @@ class RoleModel:
         """State of a rank of a stage: of `rank`, or the largest one."""
         if self.chosen is None or not self.chosen.is_sharded:
             return self._undivided(stage)
-        frozen = [shard for shard in self.shards(stage) if not self.is_trained(shard)]
-        numel = dict.fromkeys((FP32, self.itemsize), 0)
+        frozen = (shard for shard in self.shards(stage) if not self.is_trained(shard))
         buffers = list(self._buffers(stage))
-        for buffer in buffers:
-            numel[buffer.itemsize] += buffer.buckets[-1].end
-        parameters = sum(itemsize * count for itemsize, count in numel.items())
+        parameters = sum(buffer.itemsize * buffer.buckets[-1].end for buffer in buffers)
         parameters += sum(math.prod(shard.local_shape) * self._itemsize(shard) for shard in frozen)
         ranks = [rank] if rank is not None else [it for it in self.layout.ranks if self.layout.coord(it).pp == stage]
         # Dense weights and experts are divided over replicas of their own; context-parallel ranks are replicas here.
@@ -123,7 +127,8 @@ class RoleModel:
             places = {(dense, 0) for dense, _ in places}
         most = max(sum(buffer.divided(place[buffer.is_expert]) for buffer in buffers) for place in places)
         scalars = len({buffer.is_expert for buffer in buffers}) * self._scalars
-        return State(parameters, FP32 * sum(numel.values()), most + scalars, scalars)
+        gradients = FP32 * sum(buffer.buckets[-1].end for buffer in buffers)
+        return State(parameters, gradients, most + scalars, scalars)
 
     def update(self, stage: int) -> int:
         """Bytes that an optimizer's step takes besides its state: where it needs whole matrices, this rank's ranges of
@@ -132,12 +137,9 @@ class RoleModel:
             return 0
         most = 0
         for is_expert in (False, True):
-            replicas = self.layout.edp if is_expert else self.layout.dp * self.layout.cp
-            own = [
-                it for it in self.shards(stage) if it.is_matrix and self.is_trained(it) and it.is_expert == is_expert
-            ]
-            if own:
-                ranges = sum(math.prod(shard.local_shape) for shard in own) // replicas
+            trained = filter(self.is_trained, self.shards(stage))
+            if own := [it for it in trained if it.is_matrix and it.is_expert == is_expert]:
+                ranges = sum(math.prod(shard.local_shape) for shard in own) // replicas(self.layout)[is_expert]
                 largest = max(own, key=lambda shard: math.prod(shard.global_shape))
                 rows, cols = largest.global_shape
                 blocks, each = largest.projection_rows(rows)
@@ -150,28 +152,19 @@ class RoleModel:
         """Bytes to merge adapters, one matrix at a time: in fp32, and rounded."""
         if self.lora is None:
             return 0
-        targets = self.lora.targets
-        merged = (
-            shard
-            for shard in self.shards(stage)
-            if len(shard.global_shape) == 2 and any(it.name in targets for it in shard.projections)
-        )
+        matrices = [shard for shard in self.shards(stage) if len(shard.global_shape) == 2]
+        merged = [it for it in matrices if any(own.name in self.lora.targets for own in it.projections)]
         largest = max(math.prod(shard.local_shape) for shard in merged)
         return largest * (FP32 + (self.itemsize if self.itemsize < FP32 else 0))
 
     def _undivided(self, stage: int) -> State:
         """State of a frozen model, or of an optimizer of which every replica holds all."""
-        parameters = gradients = optimizer = 0
-        parts = set()
-        for shard in self.shards(stage):
-            numel, itemsize = math.prod(shard.local_shape), self._itemsize(shard)
-            parameters += numel * itemsize
-            if self.optim is not None and self.is_trained(shard):
-                gradients += numel * FP32
-                optimizer += numel * self.kept(shard)
-                parts.add(shard.is_expert)
-        scalars = len(parts) * self._scalars
-        return State(parameters, gradients, optimizer + scalars, scalars)
+        sizes = [(shard, math.prod(shard.local_shape)) for shard in self.shards(stage)]
+        trained = [(shard, numel) for shard, numel in sizes if self.is_trained(shard)]
+        parameters = sum(numel * self._itemsize(shard) for shard, numel in sizes)
+        optimizer = sum(numel * self.kept(shard) for shard, numel in trained)
+        scalars = len({shard.is_expert for shard, _ in trained}) * self._scalars
+        return State(parameters, FP32 * sum(numel for _, numel in trained), optimizer + scalars, scalars)
 
     @property
     def _scalars(self) -> int:
@@ -189,50 +182,55 @@ class RoleModel:
         for shard in filter(self.is_trained, _as_made(self.shards(stage))):
             groups.setdefault((shard.chunk, shard.is_expert, self._itemsize(shard)), []).append(shard)
         for (_, is_expert, itemsize), members in groups.items():
-            replicas = self.layout.edp if is_expert else self.layout.dp * self.layout.cp
-            yield _Buffer(self, tuple(members), itemsize, is_expert, replicas)
+            count = replicas(self.layout)[is_expert]
+            yield _Buffer(itemsize, is_expert, count, list(self._buckets(members, count)))
+
+    def _buckets(self, members: list[Shard], count: int) -> Iterator[_Bucket]:
+        """Buckets from the last parameter to the first; tied embeddings of a pipeline have a bucket of their own."""
+        may_be_tied = self.shape.tie_word_embeddings and self.head == "lm" and self.layout.pp > 1
+        parts: list[list[Shard]] = [[]]
+        for shard in reversed(members):
+            if may_be_tied and "word_embeddings" in shard.name:
+                parts += [[shard], []]
+            else:
+                parts[-1].append(shard)
+        start = 0
+        for part in filter(None, parts):
+            inside, place = [], start
+            for shard in part:
+                first = _up(place, PARAMETER_MULTIPLE)
+                place = first + math.prod(shard.local_shape)
+                inside.append((first, place, self.kept(shard)))
+            end = _up(place, math.lcm(count, BUCKET_MULTIPLE))
+            yield _Bucket(start, end, inside)
+            start = end
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    model: RoleModel
-    shards: tuple[Shard, ...]
+class _Bucket(NamedTuple):
+    """A part of a buffer that is divided over the replicas; positions in elements. parameters: the first and behind the
+    last element of each, and bytes per element of what the optimizer keeps."""
+
+    start: int
+    end: int
+    parameters: list[tuple[int, int, int]]
+
+
+class _Buffer(NamedTuple):
     itemsize: int
     is_expert: bool
     replicas: int
+    buckets: list[_Bucket]
 
     def divided(self, replica: int) -> int:
         """Bytes of a replica's state, with a step counter per parameter and a copy in fp32 of other weights."""
-        owned = [part for bucket in self.buckets for part in bucket.owned(replica, self.replicas)]
-        return sum(numel * each for numel, each in owned) + FP32 * len(owned)
-
-    @cached_property
-    def buckets(self) -> list[Bucket]:
-        """Buckets from the last parameter to the first; tied embeddings of a pipeline have a bucket of their own."""
-        shape, pp = self.model.shape, self.model.layout.pp
-        may_be_tied = shape.tie_word_embeddings and self.model.head == "lm" and pp > 1
-        made: list[Bucket] = []
-        inside: list[tuple[int, int, int]] = []
-        start = place = 0
-
-        def close() -> None:
-            nonlocal start, place, inside
-            end = _up(place, math.lcm(self.replicas, BUCKET_MULTIPLE))
-            made.append(Bucket(start, end, tuple(inside)))
-            start, place, inside = end, end, []
-
-        for shard in reversed(self.shards):
-            place = _up(place, PARAMETER_MULTIPLE)
-            is_tied = may_be_tied and "word_embeddings" in shard.name
-            if is_tied and inside:
-                close()
-            inside.append((place, place + math.prod(shard.local_shape), self.model.kept(shard)))
-            place = inside[-1][1]
-            if is_tied:
-                close()
-        if inside:
-            close()
-        return made
+        total = 0
+        for bucket in self.buckets:
+            size = (bucket.end - bucket.start) // self.replicas
+            first = bucket.start + replica * size
+            for start, end, each in bucket.parameters:
+                if (own := min(end, first + size) - max(start, first)) > 0:
+                    total += own * each + FP32
+        return total
 
 
 def _as_made(table: list[Shard]) -> list[Shard]:
@@ -246,22 +244,29 @@ def _as_made(table: list[Shard]) -> list[Shard]:
     return made
 
 
+def replicas(layout: Layout) -> tuple[int, int]:
+    """Ranks that divide the optimizer: of weights outside of experts, of which context-parallel ranks are replicas, and
+    of experts."""
+    return layout.dp * layout.cp, layout.edp
+
+
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-RESPONSE_COLUMNS = 8  # of the rollout archive, in fp32 or int32, beside the reference's and the critic's
+# Of a response's tokens, in fp32 or int32, that advantages read or write, and that the rollout archive has beside the
+# reference's and the critic's.
+RESPONSE_COLUMNS = 8
 
 
 def checkpoint_bytes(config: Config, models: Mapping[str, RoleModel]) -> dict[str, int]:
     """Bytes by role: weights and optimizer state of trained models; also of the Hugging Face directory and the
     adapter."""
     roles = {role: _saved(model) for role, model in models.items() if model.optim is not None}
-    if config.trainer.save_hf and "actor" in roles:
-        actor = models["actor"]
+    actor = models["actor"] if "actor" in roles else None
+    if config.trainer.save_hf and actor is not None:
         roles["hugging face"] = _numel(replace(actor, lora=None)) * actor.itemsize
-    if config.model.lora_rank > 0 and "actor" in roles:
-        actor = models["actor"]
+    if config.model.lora_rank > 0 and actor is not None:
         roles["lora adapter"] = _numel(actor, trained=True) * actor.itemsize
     return roles
 

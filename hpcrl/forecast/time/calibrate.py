@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import NormalDist, fmean, median, stdev
 from typing import NamedTuple
@@ -19,9 +18,8 @@ from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
-from hpcrl.forecast.time.layers import with_measured_load
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.step import GENERATES, Prediction, predict
+from hpcrl.forecast.time.step import GENERATES, Prediction, predict, with_measured_load
 from hpcrl.machine.machine_file import Machine, check_target, read_machine, save_machine
 from hpcrl.observe.read.archive import read_samples
 from hpcrl.observe.read.runlog import RunError, read_run
@@ -47,22 +45,16 @@ def read_measured(folder: str, job: JobDescription) -> list[Measured]:
         raise InputError(f"{folder}: found no step with timing_s/gen in its metrics; expected a run of `hpcrl train`")
     usable = timed[WARM_UP:] or timed[-1:]
     chosen = [usable[number * len(usable) // STEPS] for number in range(STEPS)] if len(usable) > STEPS else usable
-    config = on_its_ranks(job.read_config(str(run / "config.yaml")), _num_ranks(run))
+    num_ranks = sum(1 for _ in (run / "heartbeat").glob("rank_*"))  # 0: it is not known
+    config = on_its_ranks(job.read_config(str(run / "config.yaml")), num_ranks)
     config = with_measured_load(config, rows[chosen[len(chosen) // 2]])
     plan = TrainingPlan(config, tuple(job.own_specs()))
     samples = plan.derived.samples_per_step
-    return [
-        Measured(folder, plan, lengths_of_step(run, step, rows[step], samples), _seconds(rows[step])) for step in chosen
-    ]
-
-
-def _seconds(row: dict[str, float]) -> dict[str, float]:
-    return {name.removeprefix(TIMING): value for name, value in row.items() if name.startswith(TIMING)}
-
-
-def _num_ranks(run: Path) -> int:
-    """0: it is not known."""
-    return sum(1 for _ in (run / "heartbeat").glob("rank_*"))
+    found = []
+    for step, row in ((step, rows[step]) for step in chosen):
+        seconds = {name.removeprefix(TIMING): value for name, value in row.items() if name.startswith(TIMING)}
+        found.append(Measured(folder, plan, lengths_of_step(run, step, row, samples), seconds))
+    return found
 
 
 def on_its_ranks(config: Config, ranks: int) -> Config:
@@ -92,10 +84,6 @@ def sigma_of(mean: float, longest: float, samples: int) -> float:
     standard normal distribution at 1 - 1 / (samples + 1), ln(longest / mean) = z sigma - sigma^2 / 2."""
     z = NormalDist().inv_cdf(1 - 1 / (max(samples, 2) + 1))
     return z - math.sqrt(max(0.0, z**2 - 2 * math.log(longest / mean)))
-
-
-def read_all(folders: Sequence[str], job: JobDescription) -> list[Measured]:
-    return [measured for folder in folders for measured in read_measured(folder, job)]
 
 
 ROUNDS = 8  # of Newton's method; phases that share cores change each other's time
@@ -166,7 +154,9 @@ def fit(measured: Sequence[Measured], machine: Machine) -> dict[str, Fitted]:
             before, ratios = found.get(phase, Fitted(1.0, 1.0, None, 0)), list(of_runs.values())
             slower, slower_communication = newton(ratios, -math.log(before.communication))
             efficiency, communication = before.efficiency / slower, before.communication / slower_communication
-            found[phase] = Fitted(efficiency, communication, _spread(ratios), len(ratios))
+            runs = len(ratios)
+            spread = stdev(it.value for it in ratios) * math.sqrt(1 + 1 / runs) if runs > 1 else None
+            found[phase] = Fitted(efficiency, communication, spread, runs)
         current = fitted_machine(machine, found)
     return found
 
@@ -191,23 +181,13 @@ def newton(ratios: Sequence[Ratio], log_communication: float) -> tuple[float, fl
     return math.exp(max(-2.0, min(2.0, a))), math.exp(max(-2.0, min(2.0, b)))
 
 
-def _spread(ratios: Sequence[Ratio]) -> float | None:
-    return stdev(it.value for it in ratios) * math.sqrt(1 + 1 / len(ratios)) if len(ratios) > 1 else None
-
-
 def fitted_machine(machine: Machine, found: Mapping[str, Fitted]) -> Machine:
     """The machine with these efficiencies; of other phases it keeps its own."""
-    efficiency = {name: it.efficiency for name, it in found.items()}
-    communication = {name: it.communication for name, it in found.items() if it.communication != 1.0}
-    spread = {name: ASSUMED if it.spread is None else it.spread for name, it in found.items()}
-    return machine.model_copy(
-        update={
-            "efficiency": machine.efficiency | efficiency,
-            "communication": machine.communication | communication,
-            "spread": machine.spread | spread,
-            "measured": True,
-        }
-    )
+    efficiency = machine.efficiency | {name: it.efficiency for name, it in found.items()}
+    of_communication = {name: it.communication for name, it in found.items() if it.communication != 1.0}
+    spread = machine.spread | {name: ASSUMED if it.spread is None else it.spread for name, it in found.items()}
+    changes = {"efficiency": efficiency, "communication": machine.communication | of_communication, "spread": spread}
+    return machine.model_copy(update=changes | {"measured": True})
 
 
 def predicted(measured: Iterable[Measured], machine: Machine) -> list[tuple[Measured, Prediction]]:
@@ -229,22 +209,15 @@ def log_ratios(pairs: Iterable[tuple[Measured, Prediction]]) -> dict[str, dict[s
     }
 
 
-def misses(measured: Sequence[Measured], machine: Machine) -> Iterator[Miss]:
+def misses(measured: Sequence[Measured], machine: Machine) -> list[Miss]:
     """The phases that a fitted machine predicts badly, with the likely cause, worst first."""
-    pairs = predicted(measured, machine)
-    ratios = log_ratios(pairs)
-    parts: dict[str, dict[str, Mapping[str, float]]] = defaultdict(dict)
-    for it, prediction in pairs:
-        for name in it.phases:
-            if name in prediction.parts:
-                parts[name][it.run] = prediction.parts[name]
-    found = [
-        Miss(run, name, math.exp(-it.value), cause(it.value < 0, parts[name], run))
-        for name, of_runs in ratios.items()
-        for run, it in of_runs.items()
-        if abs(it.value) > math.log(OFF)
-    ]
-    yield from sorted(found, key=lambda it: -abs(math.log(it.ratio)))
+    pairs, found = predicted(measured, machine), list[Miss]()
+    for name, of_runs in log_ratios(pairs).items():
+        parts = {it.run: its.parts[name] for it, its in pairs if name in it.phases and name in its.parts}
+        for run, ratio in of_runs.items():
+            if abs(ratio.value) > math.log(OFF):
+                found.append(Miss(run, name, math.exp(-ratio.value), cause(ratio.value < 0, parts, run)))
+    return sorted(found, key=lambda it: -abs(math.log(it.ratio)))
 
 
 def cause(takes_longer: bool, parts: Mapping[str, Mapping[str, float]], run: str) -> str:
@@ -272,15 +245,15 @@ def calibration_lines(job: JobDescription, path: str, others: Sequence[str], par
         raise ConfigError("found --calibrate without --machine; name the machine that the runs ran on")
     if parsed.out is not None:
         check_target(parsed.out, "--out")
-    machine, measured = read_machine(parsed.machine), read_all([path, *others], job)
+    machine, measured = read_machine(parsed.machine), [it for run in (path, *others) for it in read_measured(run, job)]
     found = fit(measured, machine)
     fitted = fitted_machine(machine, found)
     lines = [*fitted_table(found, measured, machine), "", *_miss_lines(measured, fitted)]
     if parsed.out is not None:
-        save_machine(
-            parsed.out,
-            {**fitted.model_dump(mode="json"), "sources": with_runs(machine, measured), "name": Path(parsed.out).stem},
-        )
+        runs = ", ".join(dict.fromkeys(Path(it.run).name for it in measured))
+        sources = [*machine.sources, f"efficiency and spread: `hpcrl plan --calibrate` of {runs}"]
+        figures = fitted.model_dump(mode="json") | {"sources": sources, "name": Path(parsed.out).stem}
+        save_machine(parsed.out, figures)
         lines.append(f"  {'written':<22}{parsed.out}: {machine.name} with these efficiencies, for --machine")
     return lines
 
@@ -297,15 +270,10 @@ def fitted_table(found: Mapping[str, Fitted], measured: Sequence[Measured], mach
 
 
 def _miss_lines(measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
-    found = list(misses(measured, machine))
+    found = misses(measured, machine)
     if not found:
         yield "  every phase of every run is within 25% of what the fitted machine predicts"
-    for it in islice(found, SHOWN):
+    for it in found[:SHOWN]:
         yield f"  {it.phase} of {it.run} took {it.ratio:.2f} times the prediction: {it.cause}"
     if len(found) > SHOWN:
         yield f"  and {len(found) - SHOWN} more"
-
-
-def with_runs(machine: Machine, measured: Sequence[Measured]) -> list[str]:
-    runs = ", ".join(dict.fromkeys(Path(it.run).name for it in measured))
-    return [*machine.sources, f"efficiency and spread: `hpcrl plan --calibrate` of {runs}"]

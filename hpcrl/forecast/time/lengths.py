@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -21,12 +20,9 @@ class Lengths:
     responses: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.prompts or not self.responses:
-            raise ValueError(f"found {len(self.prompts)} prompts, {len(self.responses)} responses; expected some")
-        if list(self.prompts) != sorted(self.prompts) or list(self.responses) != sorted(self.responses):
-            raise ValueError("found lengths that are not ascending; use Lengths.of_samples")
-        if self.prompts[0] < 0 or self.responses[0] < 1:
-            raise ValueError(f"found a length of {min(self.prompts[0], self.responses[0])}; expected 1 or more")
+        are_ascending = all(list(each) == sorted(each) for each in (self.prompts, self.responses))
+        if not self.prompts or not self.responses or not are_ascending or self.prompts[0] < 0 or self.responses[0] < 1:
+            raise ValueError("found no lengths, or not ascending or negative ones; use Lengths.of_samples")
 
     def __hash__(self) -> int:
         return self._hash
@@ -89,10 +85,6 @@ class Lengths:
         """Mean tokens of the longest of `count` responses: sum of x_i ((i / k)^count - ((i - 1) / k)^count), the first
         order statistic from above of k equally likely values (David and Nagaraja 2003, Order Statistics, 2.1)."""
         return _longest(self.responses, count)
-
-    def running(self, tokens: int) -> float:
-        """Share of responses with more than `tokens` tokens: those that still run after so many."""
-        return 1 - bisect_right(self.responses, tokens) / len(self.responses)
 
     def drawn(self, count: int) -> tuple[int, ...]:
         """`count` responses, ascending, that stand for as many draws."""

@@ -1,20 +1,135 @@
-"""Seconds of forward and training passes: of a micro-batch on a pipeline stage, and of all micro-batches."""
+"""Seconds of forward and training passes: of a micro-batch on a pipeline stage, and of all micro-batches.
+
+Operators are what PyTorch runs, views included: each takes a host's time, whatever it computes. Counted with
+`hpcrl.machine.measure_rank.CountOperators` on megatron-core's layers and on the native engine;
+tests/forecast/time/test_operators.py counts again. Blocks have the operators of layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
 
-from hpcrl.forecast.time.collectives import Group, Network, group_of
-from hpcrl.forecast.time.cost import NOTHING, Cost, Units
-from hpcrl.forecast.time.layers import FORWARD, TRAINING, Numbers, Operators, Stage, numbers_of, stages_of
+from hpcrl.forecast.time.cost import NOTHING, Cost, Group, Network, Units, group_of
 from hpcrl.model.blocks.block import Layer, matrices
 from hpcrl.model.blocks.micro_batch import FP32, Computation, Matrix, MicroBatch, seen_pairs
-from hpcrl.model.params import Head
+from hpcrl.model.params import SCALAR_HEADS, Head, chunk_layers
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
+
+
+class Operators(NamedTuple):
+    """The operators of one way to run a model.
+
+    `run` is the field of `hpcrl.model.blocks.micro_batch.Launches` that counts. One of these operators takes `launches`
+    times as long as the operator of a plain layer, which takes `device.launch`. Under tensor parallelism a layer has
+    `tensor_parallel` operators more, under context parallelism `context_parallel`, and `adapter` for each pair of
+    LoRA's matrices. A micro-batch has `batch` operators before its first layer, and `split` more with context
+    parallelism. `lm` and `scalar` are those of a head and of what is computed from its outputs. Each sequence of a
+    micro-batch takes the time of `sequence` operators.
+    """
+
+    run: Literal["forward", "training", "engine", "graph"]
+    launches: float
+    tensor_parallel: float
+    context_parallel: float
+    adapter: float
+    batch: float
+    split: float
+    lm: float
+    scalar: float
+    sequence: float
+
+    def of_layer(self, blocks: Iterable[Computation], layout: Layout, num_adapters: int = 0) -> float:
+        """Return those of a layer, by the computations of its blocks. It has so many matrices of adapters."""
+        found = sum(times * getattr(each, self.run) for block in blocks for each, times in block.launches)
+        found += self.tensor_parallel * (layout.tp > 1) + self.context_parallel * (layout.cp > 1)
+        return found + self.adapter * num_adapters / 2
+
+    def of_batch(self, layout: Layout) -> float:
+        return self.batch + self.split * (layout.cp > 1)
+
+    def of_head(self, head: Head) -> float:
+        return self.lm if head == "lm" else self.scalar
+
+
+# Measured on a Xeon, with so few tokens that nothing else counts: an operator of a plain layer takes 4 to 6 us, of
+# megatron-core's modules 15 to 19 us without gradients and 15 to 26 us with them, of the native engine 7 us and 0.1 ms
+# per sequence and step.
+FORWARD = Operators("forward", 3.5, 6, 30, 8, 75, 70, 39, 10, 0)
+TRAINING = Operators("training", 4.2, 20, 65, 24, 83, 70, 100, 56, 0)
+ENGINE = Operators("engine", 1.6, 5, 0, 0, 0, 0, 70, 0, 15)  # lm: with sampling
+GRAPH = Operators("graph", 1.0, 2, 0, 0, 0, 0, 18, 0, 0)
+
+
+class Stage(NamedTuple):
+    """A pipeline stage: how many layers of each kind it has, and whether it has the embedding, and the head."""
+
+    layers: tuple[tuple[Layer, int], ...]
+    is_first: bool
+    is_last: bool
+
+    @property
+    def num_layers(self) -> int:
+        return sum(count for _, count in self.layers)
+
+
+@lru_cache(maxsize=512)
+def stages_of(shape: ModelShape, pp: int = 1, vpp: int = 1) -> tuple[Stage, ...]:
+    """Return the stages of a pipeline; of an interleaved one, with the layers of all chunks of a stage."""
+    found = []
+    for stage in range(pp):
+        chunks = (chunk_layers(shape.num_layers, stage, pp, chunk, vpp) for chunk in range(vpp))
+        counts = Counter(shape.layers[number] for chunk in chunks for number in chunk)
+        found.append(Stage(tuple(counts.items()), stage == 0, stage == pp - 1))
+    return tuple(found)
+
+
+class Numbers(NamedTuple):
+    """Numbers of weights of a rank, outside of experts and in experts, and how many of them are trained. `in_matrices`
+    of those outside of experts are in matrices of layers, as all trained weights of experts are."""
+
+    dense: int
+    experts: int
+    trained_dense: int
+    trained_experts: int
+    in_matrices: int = 0
+
+    @property
+    def all(self) -> int:
+        return self.dense + self.experts
+
+    @property
+    def trained(self) -> int:
+        return self.trained_dense + self.trained_experts
+
+
+@lru_cache(maxsize=512)
+def numbers_of(
+    shape: ModelShape, stage: Stage, tp: int, ep: int, etp: int, head: Head = "lm", lora: Lora | None = None
+) -> Numbers:
+    """Return the weights of a stage's rank, without a vision tower and the final norm."""
+    vocabulary = shape.padded_vocab_size // tp * shape.hidden_size
+    dense = vocabulary * stage.is_first
+    if stage.is_last:
+        is_shared = shape.tie_word_embeddings and stage.is_first
+        dense += shape.hidden_size if head in SCALAR_HEADS else 0 if is_shared else vocabulary
+    experts = trained = in_matrices = 0
+    layout = Layout(tuple(range(math.lcm(tp, ep * etp))), tp=tp, ep=ep, etp=etp)
+    for layer, count in stage.layers:
+        for part in layer.parts(layout, lora):
+            dense += count * part.numel * (not part.is_expert)
+            experts += count * part.numel * part.is_expert
+            trained += count * part.numel * part.is_adapter
+            in_matrices += count * part.numel * (len(part.size) == 2 and not part.is_expert)
+    if lora is not None:
+        return Numbers(dense, experts, trained, 0)
+    return Numbers(dense, experts, dense, experts, in_matrices)
+
 
 BACKWARD_ATTENTION = 2.5  # five products for the forward pass's two (Dao 2023, FlashAttention-2, arXiv:2307.08691)
 
@@ -81,11 +196,11 @@ class PassModel:
 
     def forward(self, micro: Micro) -> list[Cost]:
         """Return the cost of a pass without gradients on each stage."""
-        return self._of_stages(micro, self.operators, trains=False)
+        return self._of_stages(micro, trains=False)
 
     def training(self, micro: Micro) -> list[Cost]:
         """Return the cost of a forward and a backward pass on each stage, with what is recomputed."""
-        return self._of_stages(micro, TRAINING, trains=True)
+        return self._of_stages(micro, trains=True)
 
     def batch(self, micro: Micro) -> MicroBatch:
         """Return a micro-batch as blocks see it."""
@@ -93,9 +208,9 @@ class PassModel:
         fixed = self.units.itemsize, self.sequence_parallel, self.lora
         return MicroBatch(self.layout, tokens, *fixed, load_imbalance=self.load_imbalance)
 
-    def _of_stages(self, micro: Micro, operators: Operators, *, trains: bool) -> list[Cost]:
-        batch, kinds = self.batch(micro), {layer: None for stage in self.stages for layer, _ in stage.layers}
-        layers = {layer: LayerCost(self, micro, batch, layer) for layer in kinds}
+    def _of_stages(self, micro: Micro, *, trains: bool) -> list[Cost]:
+        kinds = {layer: None for stage in self.stages for layer, _ in stage.layers}
+        layers = {layer: LayerCost(self, micro, layer) for layer in kinds}
         each = {layer: it.training() if trains else it.forward() for layer, it in layers.items()}
         again = {layer: it.again() for layer, it in layers.items()} if trains and self.recompute else {}
         found = {}
@@ -104,30 +219,27 @@ class PassModel:
             if again:
                 cost = cost + _of_stage(stage, again) * self._share_again(stage)
             cost = cost + self._ends(stage, micro, trains=trains)
-            found[stage] = self._launched(cost, stage, layers, operators, micro)
+            found[stage] = self._launched(cost, stage, layers, micro, trains=trains)
         return [found[stage] for stage in self.stages]
 
     def _launched(
-        self, cost: Cost, stage: Stage, layers: Mapping[Layer, LayerCost], operators: Operators, micro: Micro
+        self, cost: Cost, stage: Stage, layers: Mapping[Layer, LayerCost], micro: Micro, *, trains: bool
     ) -> Cost:
         """Return the cost with the host's time for all operators of a micro-batch, in place of those that it has. A
         GPU's host is ahead of it, so that only what takes longer than the GPU's work counts."""
+        operators = TRAINING if trains else self.operators
         count = operators.of_batch(self.layout) + operators.of_head(self.head) * stage.is_last
         count += operators.sequence * micro.tokens / micro.length
         for layer, number in stage.layers:
             it = layers[layer]
             each = operators.of_layer(it.computations, self.layout, len(it.adapters))
-            if operators is TRAINING and self.recompute is not None and self.recompute.granularity == "full":
+            if trains and self.recompute is not None and self.recompute.granularity == "full":
                 each += FORWARD.of_layer(it.computations, self.layout) * self._share_again(stage)
             count += number * each
         launches = count * operators.launches * self.units.launch
         if self.units.is_ahead:
             launches = max(0.0, launches - (cost.seconds - cost.launches))
         return cost._replace(launches=launches)
-
-    def backward_share(self) -> float:
-        """Return the backward pass's share of the time of a training pass, about."""
-        return 0.5 if self.lora is not None else 2 / 3
 
     def send(self, micro: Micro) -> float:
         """Return the seconds in which a stage sends a micro-batch's activations to the next one, or gradients back."""
@@ -144,12 +256,11 @@ class PassModel:
     def _ends(self, stage: Stage, micro: Micro, *, trains: bool) -> Cost:
         """Return the cost of the embedding and the head, if the stage has them."""
         shape, units, found = self.shape, self.units, NOTHING
-        hidden = shape.hidden_size * units.itemsize
-        passes = 2 if trains else 1
+        nbytes, passes = micro.tokens * (shape.hidden_size * units.itemsize), 2 if trains else 1
         if stage.is_first:
-            found = found + units.moved(passes * 2.0 * micro.tokens * hidden)
             gathers = passes * (1 if self.batch(micro).shares_tokens else 2)
-            found = found + Cost(communication=gathers * self.network.all_gather(micro.tokens * hidden, self.tp_group))
+            gathered = Cost(communication=gathers * self.network.all_gather(nbytes, self.tp_group))
+            found = found + units.moved(2.0 * passes * nbytes) + gathered
         if stage.is_last:
             found = found + self._head(micro, trains=trains)
         return found
@@ -180,8 +291,11 @@ class LayerCost:
 
     model: PassModel
     micro: Micro
-    batch: MicroBatch
     layer: Layer
+
+    @cached_property
+    def batch(self) -> MicroBatch:
+        return self.model.batch(self.micro)
 
     @cached_property
     def computations(self) -> tuple[Computation, ...]:
@@ -206,19 +320,15 @@ class LayerCost:
         input again for the gradient of the weights: three gathers for two (Korthikanti et al. 2022, arXiv:2205.05198,
         section 4.2.2). Gradients are added to those of other micro-batches.
         """
-        is_frozen, parts = self.batch.lora is not None, self.layer.parts(self.batch.layout)
-        found = sum(map(self._products, self.computations), NOTHING) * (2.0 if is_frozen else 3.0)
+        is_frozen, computations = self.batch.lora is not None, self.computations
+        found = sum(map(self._products, computations), NOTHING) * (2.0 if is_frozen else 3.0)
         found = found + sum(self._low_rank(), NOTHING) * 3.0
-        found = (
-            found
-            + sum(map(self._core, self.computations), NOTHING) * (1 + BACKWARD_ATTENTION)
-            + self._elementwise() * 3.0
-        )
-        found = found + self.model.units.moved(2.0 * FP32 * (0 if is_frozen else sum(part.numel for part in parts)))
+        core = sum(map(self._core, computations), NOTHING) * (1 + BACKWARD_ATTENTION)
+        numel = 0 if is_frozen else sum(part.numel for part in self.layer.parts(self.batch.layout))
+        found = found + core + self._elementwise() * 3.0 + self.model.units.moved(2.0 * FP32 * numel)
         reductions = self._reductions() * (2.5 if self.batch.shares_tokens else 2.0)
-        return found + Cost(
-            communication=reductions + sum(self._exchanged(it, trains=True) for it in self.computations)
-        )
+        exchanged = sum(self._exchanged(it, trains=True) for it in computations)
+        return found + Cost(communication=reductions + exchanged)
 
     def again(self) -> Cost:
         """Return the cost of what the backward pass computes again: all of the layer, or blocks (Chen et al. 2016,
@@ -299,9 +409,3 @@ def pipelined(stages: Sequence[Cost], count: int, vpp: int = 1, send: float = 0.
     others = sum(stage.seconds for stage in stages) - slowest.seconds
     messages = sends * send * (count * vpp + len(stages) - 2)
     return slowest * count + Cost(bubble=others / vpp, communication=messages)
-
-
-def evenness(stages: Sequence[Cost]) -> float:
-    """Return the seconds of the mean stage as a share of those of the slowest one."""
-    slowest = max(stage.seconds for stage in stages)
-    return sum(stage.seconds for stage in stages) / len(stages) / slowest if slowest > 0 else 1.0

@@ -8,34 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from hpcrl.config.roles import JUDGE, Part, offloaded
-from hpcrl.config.schema import EngineConfig, RecomputeConfig
-from hpcrl.forecast.memory.generation import native_kv_cache
-from hpcrl.forecast.memory.memory import GIB, NEEDED, Phase, TrainingPlan
-from hpcrl.forecast.memory.state import FP32, ITEMSIZE
-from hpcrl.forecast.time.collectives import Moved, Network, group_of, refit_cost, refit_shares
-from hpcrl.forecast.time.cost import Cost, Units
-from hpcrl.forecast.time.decode import Engine, Work, computations_of
-from hpcrl.forecast.time.layers import ENGINE, GRAPH, numbers_of, stages_of
+from hpcrl.config.roles import JUDGE, Part
+from hpcrl.forecast.memory.generation import GIB, EngineMemory
+from hpcrl.forecast.memory.memory import NEEDED, Phase, TrainingPlan
+from hpcrl.forecast.memory.state import FP32, RESPONSE_COLUMNS
+from hpcrl.forecast.time import samples
+from hpcrl.forecast.time.cost import NOTHING, Cost, Moved, Network, Units, group_of, refit_cost, refit_shares
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.passes import PassModel, Recompute
-from hpcrl.forecast.time.training import (
-    Optimizer,
-    Passes,
-    Update,
-    copied_cost,
-    forward_cost,
-    least_states,
-    stage_evenness,
-    update_cost,
-)
+from hpcrl.forecast.time.passes import ENGINE, GRAPH, PassModel, Recompute, numbers_of, stages_of
 from hpcrl.machine.machine_file import Dtype, Machine
 from hpcrl.model.shape import ModelShape
-from hpcrl.runtime.layout import Layout
 
-COLUMNS = 8  # of a response's tokens, in fp32, that advantages read or write, and that an archive has
 ADVANTAGE_OPERATORS = 60
-TOKEN = 4  # bytes in an archive
 DTYPES: dict[int, Dtype] = {4: "float32", 2: "bfloat16"}
 
 
@@ -53,8 +37,8 @@ class Timed(NamedTuple):
     @property
     def demand(self) -> float:
         """Cores that a rank needs in the mean: while it waits for another one it needs none."""
-        seconds = self.cost.seconds
-        return self.cost.busy / seconds * self.evenness if seconds > 0 else 1.0
+        cost, seconds = self.cost, self.cost.seconds
+        return (seconds - cost.bubble - cost.waiting) / seconds * self.evenness if seconds > 0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -81,38 +65,30 @@ class JobTimes:
 
     def phases(self) -> list[Timed]:
         """In the order of a step; a save is one phase, with what it takes each step in the mean."""
-        return [*self.without_saves(), *self.saves()]
-
-    def without_saves(self) -> list[Timed]:
-        found = []
-        for phase in self.job.phases:
-            if phase.name == "rollout":
-                found.append(self._timed("gen", phase, self.generation()))
-                if self.job.derived.needs_reward_baseline:
-                    found.append(self._timed("gen_max", phase, self._greedy()))
-            elif phase.kind == "generate":
-                found.append(self._timed(phase.name, phase, self._judged(phase)))
-            elif phase.kind == "refit":
-                found.append(self.refit())
-            elif phase.kind == "forward":
-                found.append(self._timed(phase.name, phase, self._forward(phase), self._evenness(phase)))
-            elif phase.kind == "train":
-                if phase.name.startswith("update") and not any(it.name == "adv" for it in found):
-                    found.append(Timed("adv", "actor", "forward", self._ranks("actor"), self._advantages()))
-                found.append(self._timed(phase.name, phase, self._update(phase), self._evenness(phase)))
-        return found
-
-    def saves(self) -> list[Timed]:
-        found = []
-        if self.job.config.trainer.save_rollouts:
+        found, trainer = self.without_saves(), self.job.config.trainer
+        if trainer.save_rollouts:
             actor = self._ranks("actor")
             found.append(Timed("dump_rollout_generations", "actor", "save", actor, self._archive()))
-        if self.job.config.trainer.save_freq > 0:
+        if trainer.save_freq > 0:
             found.append(Timed("save_checkpoint", "actor", "save", self._saving_ranks(), self._save()))
         return found
 
-    def _timed(self, name: str, phase: Phase, cost: Cost, evenness: float = 1.0) -> Timed:
-        return Timed(name, phase.role, phase.kind, self._ranks(phase.role), cost, evenness)
+    def without_saves(self) -> list[Timed]:
+        found, costs = list[Timed](), {"generate": self._generated, "forward": self._forward, "train": self._update}
+        for phase in self.job.phases:
+            ranks, actor = self._ranks(phase.role), self._ranks("actor")
+            if phase.kind == "train" and all(it.kind != "train" for it in found):
+                found.append(Timed("adv", "actor", "forward", actor, self._advantages()))
+            if phase.kind in costs:
+                name = "gen" if phase.name == "rollout" else phase.name
+                cost = costs[phase.kind](phase) + self.copied(phase, self.job.away(phase.role))
+                found.append(Timed(name, phase.role, phase.kind, ranks, cost, self._evenness(phase)))
+            if phase.name == "rollout" and self.job.derived.needs_reward_baseline:
+                found.append(Timed("gen_max", phase.role, phase.kind, ranks, self._greedy()))
+            if phase.kind == "refit":
+                ranks = tuple(sorted({*ranks, *actor}))
+                found.append(Timed("update_weights", phase.role, phase.kind, ranks, self._refit()))
+        return found
 
     def _ranks(self, role: str) -> tuple[int, ...]:
         return self.job.derived.roles[role].ranks
@@ -124,35 +100,32 @@ class JobTimes:
     def pass_model(self, role: str, phase: Phase | None = None) -> PassModel:
         """A role's model as a phase runs it."""
         model, config, work = self.job.models[role], self.job.config, phase.work if phase else None
-        dtype, itemsize = DTYPES[model.itemsize], model.itemsize
-        device, fp8 = self.machine.device, config.model.transformer_engine.fp8
-        head_units = Units.of(device, dtype, itemsize)
+        device, itemsize, fp8 = self.machine.device, model.itemsize, config.model.transformer_engine.fp8
+        head_units = Units.of(device, DTYPES[itemsize], itemsize)
+        units = Units.of(device, "float8", itemsize) if fp8 and self.on_gpu else head_units
+        again = work.recompute if work is not None and phase is not None and phase.kind == "train" else None
+        recompute = None
+        if again is not None and again.granularity is not None:
+            recompute = Recompute(again.granularity, again.method, again.num_layers, tuple(again.modules))
+        fixed = model.shape, model.layout, model.head, units, head_units, self.network, self.ranks_per_node
         return PassModel(
-            shape=model.shape,
-            layout=model.layout,
-            head=model.head,
-            units=Units.of(device, "float8", itemsize) if fp8 and self.on_gpu else head_units,
-            head_units=head_units,
-            network=self.network,
-            ranks_per_node=self.ranks_per_node,
+            *fixed,
             sequence_parallel=model.sequence_parallel,
             lora=model.lora,
-            recompute=_recompute(work.recompute) if phase is not None and phase.kind == "train" and work else None,
+            recompute=recompute,
             recomputes_head=work is None or work.chunk_tokens is not None,
             load_imbalance=self.job.specs[role].architecture(config).moe.load_imbalance or 1.0,
         )
 
-    def passes(self, phase: Phase) -> Passes:
+    def passes(self, phase: Phase) -> samples.Passes:
         """The samples of a pass over a step, or of one optimizer step."""
         config, derived = self.job.config, self.job.derived
-        samples = derived.samples_per_step
+        count = derived.samples_per_step
         if phase.kind == "train":
-            count = self.updates(phase)
             epochs = derived.critic_ppo_epochs if phase.name == "update_critic" else config.actor.ppo_epochs
-            samples = math.ceil(samples * epochs / count)
-        spec = self.job.specs[phase.role]
-        head = self.job.models[phase.role].head
-        return Passes(samples, spec.token_budget(config), config.trainer.balance_batch, head != "reward")
+            count = math.ceil(count * epochs / self.updates(phase))
+        budget, head = self.job.specs[phase.role].token_budget(config), self.job.models[phase.role].head
+        return samples.Passes(count, budget, config.trainer.balance_batch, head != "reward")
 
     def updates(self, phase: Phase) -> int:
         """Optimizer steps of a step."""
@@ -160,84 +133,70 @@ class JobTimes:
         return derived.critic_updates_per_step if phase.name == "update_critic" else derived.actor_updates_per_step
 
     def _forward(self, phase: Phase) -> Cost:
-        model = self.pass_model(phase.role, phase)
-        return forward_cost(model, self.passes(phase), self.lengths) + self.copied(phase, self._away(phase))
+        return samples.forward_cost(self.pass_model(phase.role, phase), self.passes(phase), self.lengths)
 
     def _update(self, phase: Phase) -> Cost:
         model, config = self.pass_model(phase.role, phase), self.job.config
-        optimizer, ddp = Optimizer.of(self.job.models[phase.role], model.units.itemsize), config.model.ddp
+        optimizer, ddp = samples.Optimizer.of(self.job.models[phase.role], model.units.itemsize), config.model.ddp
         overlaps = self.on_gpu and model.layout.dp * model.layout.cp > 1
         reduces = overlaps if ddp.overlap_grad_reduce is None else ddp.overlap_grad_reduce
         may_gather = overlaps and optimizer.is_divided and model.lora is None
         gathers = may_gather if ddp.overlap_param_gather is None else ddp.overlap_param_gather
-        update = Update(optimizer, self.updates(phase), reduces, gathers)
-        cost = update_cost(model, self.passes(phase), update, self.lengths)
-        return cost + self.copied(phase, self._away(phase))
+        update = samples.Update(optimizer, self.updates(phase), reduces, gathers)
+        return samples.update_cost(model, self.passes(phase), update, self.lengths)
 
     def _evenness(self, phase: Phase) -> float:
         """1 on machines whose ranks share no cores, where it is not used."""
-        if self.machine.node.cores is None:
+        if self.machine.node.cores is None or phase.work is None:
             return 1.0
         trains = phase.kind == "train"
-        return stage_evenness(self.pass_model(phase.role, phase), self.passes(phase), self.lengths, trains=trains)
-
-    def _away(self, phase: Phase) -> tuple[Part, ...]:
-        return offloaded(self.job.config, self.job.specs[phase.role])
+        return samples.evenness(self.pass_model(phase.role, phase), self.passes(phase), self.lengths, trains=trains)
 
     def copied(self, phase: Phase, away: Collection[Part]) -> Cost:
         """Copies of a call, for which what is `away` of its role comes to the device, and back after it."""
-        host_copy = self.machine.node.host_copy
-        if phase.role == JUDGE.name:
-            judge = self.job.judge
-            assert judge is not None
+        host_copy, judge = self.machine.node.host_copy, self.job.judge
+        if phase.role == JUDGE.name and judge is not None:
             return Cost(copies=2.0 * judge.weights * ("parameters" in away) / host_copy)
         moved = tuple(part for part in NEEDED[phase.kind] if part in away and part != "gradients")
-        return copied_cost(self.pass_model(phase.role, phase), moved, self._optimizer(phase.role), host_copy)
+        if not moved:
+            return NOTHING
+        return samples.copied_cost(self.pass_model(phase.role, phase), moved, self._optimizer(phase.role), host_copy)
 
-    def _optimizer(self, role: str) -> Optimizer | None:
+    def _optimizer(self, role: str) -> samples.Optimizer | None:
         model = self.job.models[role]
-        return None if model.optim is None else Optimizer.of(model, model.itemsize)
+        return None if model.optim is None else samples.Optimizer.of(model, model.itemsize)
 
     # generation
 
     @cached_property
-    def engine(self) -> Engine:
-        rollout = self.job.config.rollout
-        itemsize = ITEMSIZE[rollout.dtype or self.job.config.model.dtype]
-        return self._engine_of(rollout, self.job.models["actor"].shape, self.job.layouts["rollout"], itemsize)
+    def engine(self) -> samples.Engine:
+        return self._engine_of(self.job.engine)
 
-    def _engine_of(self, cfg: EngineConfig, shape: ModelShape, layout: Layout, itemsize: int) -> Engine:
-        units = Units.of(self.machine.device, DTYPES[itemsize], itemsize, replays=not cfg.enforce_eager)
-        model = PassModel(
-            shape,
-            layout,
-            "lm",
-            units,
-            units,
-            self.network,
-            self.ranks_per_node,
-            sequence_parallel=False,
-            operators=GRAPH if units.replays else ENGINE,
-        )
-        return Engine(model, cfg.max_num_batched_tokens)
+    def _engine_of(self, memory: EngineMemory) -> samples.Engine:
+        replays = not memory.cfg.enforce_eager
+        units = Units.of(self.machine.device, DTYPES[memory.itemsize], memory.itemsize, replays=replays)
+        fixed, operators = (units, units, self.network, self.ranks_per_node), GRAPH if units.replays else ENGINE
+        model = PassModel(memory.shape, memory.layout, "lm", *fixed, sequence_parallel=False, operators=operators)
+        return samples.Engine(model, memory.cfg.max_num_batched_tokens)
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> samples.Work:
         """The sequences of an engine."""
         rollout, derived = self.job.config.rollout, self.job.derived
         prompts = self._sequences / (rollout.n if rollout.enable_prefix_caching else 1)
-        return Work(self._sequences, prompts, derived.samples_per_step, self._slots(rollout.max_num_seqs))
+        return samples.Work(self._sequences, prompts, derived.samples_per_step, self._slots())
 
     @property
     def _sequences(self) -> int:
         """Of an engine in a step."""
         return math.ceil(self.job.derived.samples_per_step / self.job.layouts["rollout"].dp)
 
-    def generation(self) -> Cost:
-        work, lengths = self.work, self.lengths
+    def _generated(self, phase: Phase) -> Cost:
+        if phase.role == JUDGE.name:
+            return self._judged()
         if (running := self.steady) is not None:
-            return self.engine.steadily(work, lengths, min(work.slots, running))
-        return self.engine.generate(work, lengths)
+            return self.engine.steadily(self.work, self.lengths, min(self.work.slots, running))
+        return samples.generation_cost(self.engine, self.work, self.lengths)
 
     @property
     def steady(self) -> int | None:
@@ -251,9 +210,10 @@ class JobTimes:
         """One response more per prompt."""
         each, n = self.work, self.job.config.rollout.n
         sequences = math.ceil(each.total / n / self.job.layouts["rollout"].dp)
-        return self.engine.generate(Work(sequences, sequences, each.total // n, each.slots), self.lengths)
+        work = samples.Work(sequences, sequences, each.total // n, each.slots)
+        return samples.generation_cost(self.engine, work, self.lengths)
 
-    def _judged(self, phase: Phase) -> Cost:
+    def _judged(self) -> Cost:
         """A question for each sample, whose answer has the largest length."""
         judge = self.job.judge
         assert judge is not None
@@ -261,100 +221,79 @@ class JobTimes:
         sequences = math.ceil(total / judge.layout.dp)
         prompt = min(cfg.max_prompt_length, round(self.lengths.mean))
         lengths = Lengths.fixed(prompt, cfg.max_response_length)
-        engine = self._engine_of(cfg, judge.shape, judge.layout, judge.itemsize)
-        cost = engine.generate(Work(sequences, sequences, total, cfg.max_num_seqs), lengths)
-        return cost + self.copied(phase, offloaded(self.job.config, JUDGE))
+        work = samples.Work(sequences, sequences, total, cfg.max_num_seqs)
+        return samples.generation_cost(self._engine_of(judge), work, lengths)
 
-    def _slots(self, most: int) -> int:
+    def _slots(self) -> int:
         """Sequences that run at once: at most as the engine allows, and as the KV cache holds at their mean length."""
         model = self.engine.model
-        cached = sum(count * it.cached_width for it, count in computations_of(model))
+        cached = sum(count * it.cached_width for it, count in samples.computations_of(model))
         each = self.lengths.mean * cached * model.units.itemsize
-        return max(1, min(most, int(self._kv_cache() / each)))
+        return max(1, min(self.job.config.rollout.max_num_seqs, int(self._kv_cache() / each)))
 
     def _kv_cache(self) -> float:
         """Bytes, as `TrainingPlan` has them, from the weights of the fullest rank."""
-        config, model = self.job.config, self.engine.model
-        rollout, itemsize, longest = config.rollout, model.units.itemsize, self.job.derived.max_sequence_length
-        capacity = self.job.capacity
-        if self.on_gpu and self.machine.device.memory_gib is not None:
-            capacity = int(min(config.job.gpu_memory_gib, self.machine.device.memory_gib) * GIB)
-        resident = int(self._resident()) if self.resident_beside is None else self.resident_beside
-        free = None if capacity is None else max(0, capacity - resident)
-        if rollout.engine == "tensorrt_llm" and free is not None:
-            free = max(0, free - int(self.engine_bytes / model.layout.tp))
-        return float(native_kv_cache(rollout, model.shape, model.layout.tp, itemsize, longest, free))
+        config, memory, capacity = self.job.config, self.machine.device.memory_gib, self.job.capacity
+        if self.on_gpu and memory is not None:
+            capacity = int(min(config.job.gpu_memory_gib, memory) * GIB)
+        resident = self._resident() if self.resident_beside is None else self.resident_beside
+        if config.rollout.engine == "tensorrt_llm":
+            resident += int(self.engine_bytes / self.engine.model.layout.tp)
+        return float(self.job.engine.kv_cache(capacity, resident))
 
-    def _resident(self) -> float:
+    def _resident(self) -> int:
         """Bytes of models that stay on the rollout's ranks while they generate, of the fullest stage of each."""
-        job, rollout, total = self.job, set(self._ranks("rollout")), 0.0
-        for role, model in job.models.items():
-            if rollout.isdisjoint(model.layout.ranks):
-                continue
-            away = offloaded(job.config, job.specs[role])
-            total += max(state.without(away).total for state in least_states(model))
-        return total
+        job, ranks = self.job, set(self._ranks("rollout"))
+        there = {role: model for role, model in job.models.items() if not ranks.isdisjoint(model.layout.ranks)}
+        states = {role: samples.least_states(model) for role, model in there.items()}
+        return sum(max(it.without(job.away(role)).total for it in states[role]) for role in there)
 
     @cached_property
     def engine_bytes(self) -> float:
         """Of the whole model in the engine's dtype."""
-        shape = self.engine.model.shape
-        return float(whole_numbers(shape) * self.engine.model.units.itemsize)
+        return float(whole_numbers(self.job.engine.shape) * self.job.engine.itemsize)
 
     # the rest
-
-    def refit(self) -> Timed:
-        ranks = tuple(sorted({*self._ranks("rollout"), *self._ranks("actor")}))
-        return Timed("update_weights", "rollout", "refit", ranks, self._refit())
 
     def _refit(self) -> Cost:
         source, destination = self.job.layouts["actor"], self.job.layouts["rollout"]
         shares: tuple[Moved, ...] = refit_shares(source, destination, self.stage_shares(), self.ranks_per_node)
         busy = group_of(destination, self.ranks_per_node, "tp").busy
-        bandwidth, aliases = self.machine.device.memory_bandwidth, self.job.refit.aliases
+        bandwidth, aliases = self.machine.device.memory_bandwidth, self.job.aliases
         cost = refit_cost(shares, self.engine_bytes, self.network, bandwidth, busy, aliases=aliases)
-        away = "parameters" in offloaded(self.job.config, self.job.specs["actor"])
-        return cost + copied_cost(
-            self.pass_model("actor"), ("parameters",) if away else (), None, self.machine.node.host_copy
-        )
+        if "parameters" not in self.job.away("actor"):
+            return cost
+        host_copy = self.machine.node.host_copy
+        return cost + samples.copied_cost(self.pass_model("actor"), ("parameters",), None, host_copy)
 
     def stage_shares(self) -> tuple[float, ...]:
         """Of the actor's weights, the share of each pipeline stage."""
-        model = self.pass_model("actor")
-        layout = model.layout
+        model, layout = self.pass_model("actor"), self.job.layouts["actor"]
         whole = [it.dense * layout.tp + it.experts * layout.ep * layout.etp for it in model.numbers]
         return tuple(numbers / sum(whole) for numbers in whole)
 
     def _advantages(self) -> Cost:
         """Elementwise work on the responses' tokens, on one rank of each of the actor's replicas."""
-        tokens = self.job.derived.samples_per_step * self.lengths.response / self.job.derived.roles["actor"].dp
-        device = self.machine.device
-        return Cost(
-            memory=COLUMNS * FP32 * tokens / device.memory_bandwidth, launches=ADVANTAGE_OPERATORS * device.launch
-        )
+        derived, device = self.job.derived, self.machine.device
+        tokens = derived.samples_per_step * self.lengths.response / derived.roles["actor"].dp
+        moved = RESPONSE_COLUMNS * FP32 * tokens / device.memory_bandwidth
+        return Cost(memory=moved, launches=ADVANTAGE_OPERATORS * device.launch)
 
     def _archive(self) -> Cost:
-        tokens = self.lengths.mean + COLUMNS * self.lengths.response
-        return Cost(copies=self.job.derived.samples_per_step * tokens * TOKEN / self.machine.node.write)
+        tokens = self.lengths.mean + RESPONSE_COLUMNS * self.lengths.response
+        return Cost(copies=self.job.derived.samples_per_step * tokens * FP32 / self.machine.node.write)
 
     def _save(self) -> Cost:
         """What a save takes of each step: the loop waits for it, or only for the copy in host memory
         (trainer.checkpoint.async_save)."""
-        trainer = self.job.config.trainer
-        nbytes, ranks = sum(self.checkpoint_bytes().values()), len(self._saving_ranks())
-        copied = nbytes / ranks / self.machine.node.host_copy
-        return Cost(copies=(copied if trainer.checkpoint.async_save else self.writing()) / trainer.save_freq)
+        trainer, node = self.job.config.trainer, self.machine.node
+        copied = sum(self.checkpoint_bytes().values()) / len(self._saving_ranks()) / node.host_copy
+        return Cost(copies=(copied if trainer.checkpoint.async_save else self.saved(node.write)) / trainer.save_freq)
 
-    def writing(self) -> float:
-        """Seconds of a save, until it is in the file system. All nodes write at the same time."""
-        return sum(self.checkpoint_bytes().values()) / self.machine.node.write / self._saving_nodes()
-
-    def reading(self) -> float:
-        """Seconds in which the nodes read a save."""
-        return sum(self.checkpoint_bytes().values()) / self.machine.node.read / self._saving_nodes()
-
-    def _saving_nodes(self) -> int:
-        return max(1, len(self._saving_ranks()) // self.ranks_per_node)
+    def saved(self, rate: float) -> float:
+        """Seconds in which all nodes at the same time write or read a save, each so many bytes per second."""
+        nodes = max(1, len(self._saving_ranks()) // self.ranks_per_node)
+        return sum(self.checkpoint_bytes().values()) / rate / nodes
 
     def checkpoint_bytes(self) -> dict[str, float]:
         """By role: weights and optimizer state of trained models."""
@@ -365,12 +304,6 @@ class JobTimes:
                 copy = FP32 * (model.itemsize == FP32 and optimizer.is_divided)  # the optimizer's own, of fp32 weights
                 found[role] = numbers.all * model.itemsize + optimizer.nbytes(numbers) + copy * numbers.trained
         return found
-
-
-def _recompute(config: RecomputeConfig | None) -> Recompute | None:
-    if config is None or config.granularity is None:
-        return None
-    return Recompute(config.granularity, config.method, config.num_layers, tuple(config.modules))
 
 
 @lru_cache(maxsize=64)

@@ -1,32 +1,112 @@
-"""`hpcrl plan --search CONFIG --machine NAME`: the fastest layouts of a job, and how they scale over nodes."""
+"""`hpcrl plan --search CONFIG --machine NAME`: the fastest layouts of a job, and how they scale over nodes.
+
+The steps of a run divide over the slices of a job chain. Times are in seconds.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcrl.config import yaml_core
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.roles import KEYS, RoleSpec, offloaded
+from hpcrl.config.roles import KEYS, RoleSpec
 from hpcrl.config.schema import AUTO, Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.memory.memory import TrainingPlan, binary, with_keys
-from hpcrl.forecast.time.candidates import AXES, VARIED, Space
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.search import Result, Search, leanest
-from hpcrl.forecast.time.slices import Slice, counted, divide, order, slice_of
+from hpcrl.forecast.time.phases import JobTimes
+from hpcrl.forecast.time.search import AXES, VARIED, Result, Search, Space, leanest
 from hpcrl.forecast.time.table import lengths_of, limits
 from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.sandbox.new_files import draft_of, read_json_or
+
+SETUP = 300.0  # starting MPI, imports and building the models, where no slice of the run has measured it
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice: after its set-up it makes whole steps, then it saves. setup: before the first step. save: after the
+    last one. reserve: at the end of the wall time, in which no step ends; a save fits into it. A step that is cut is
+    made again by the next slice."""
+
+    length: float  # wall time
+    setup: float
+    save: float
+    reserve: float
+
+    def num_steps(self, step: float) -> int:
+        """Steps of `step` seconds that end in the slice."""
+        return max(0, math.floor((self.length - self.setup - self.reserve) / step + 1e-9))
+
+    def needed(self, steps: int, step: float) -> float:
+        """The wall time of one slice with so many steps."""
+        return self.setup + steps * step + self.reserve
+
+
+class Division(NamedTuple):
+    """slices: their number. seconds: from the start of the first slice to
+    the end of the last one, without the queue; all but the last take their whole wall time."""
+
+    slices: int
+    seconds: float
+
+
+def divide(steps: int, step: float, its: Slice) -> Division | None:
+    """The slices of a run; None if not even one step ends in a slice.
+
+    With n slices of length L: (n - 1) L + set-up + the steps that are left + a save. It grows with `step`, so on the
+    same nodes the layout with the shortest step is also the one with the shortest run.
+    """
+    each = its.num_steps(step)
+    if each == 0:
+        return None
+    slices = math.ceil(steps / each)
+    left = steps - (slices - 1) * each
+    return Division(slices, (slices - 1) * its.length + its.setup + left * step + its.save)
+
+
+def order(nodes: int, steps: int | None, step: float, its: Slice) -> tuple[float, ...]:
+    """What is smallest for the best number of nodes: the fewest on which all steps end within one slice; if there are
+    none, or the number of steps is not known, those with the most steps in a slice, the fewest of them; if no step ends
+    in a slice, those with the shortest step."""
+    each = its.num_steps(step)
+    if steps is not None and each >= steps:
+        return 0, nodes
+    return (1, -each, nodes) if each else (2, step)
+
+
+def shortest(steps: int, step: float, its: Slice, limit: float | None) -> float | None:
+    """The shortest wall time with which the run takes one slice; if that is above `limit`, with which it takes as few
+    slices as with the limit. None if no step ends within it."""
+    if limit is None or its.needed(steps, step) <= limit:
+        return its.needed(steps, step)
+    division = divide(steps, step, replace(its, length=limit))
+    return None if division is None else its.needed(math.ceil(steps / division.slices), step)
+
+
+def counted(slices: int) -> str:
+    return "1 slice" if slices == 1 else f"{slices} slices"
+
+
+def clock(seconds: float, limit: float | None = None) -> str:
+    """[D-]HH:MM:SS, in whole minutes that are not fewer; at most the limit."""
+    whole = 60 * math.ceil(seconds / 60)
+    whole = whole if limit is None else min(whole, math.floor(limit))
+    days, rest = divmod(whole, 24 * 3600)
+    text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}-{text}" if days else text
+
 
 MODES = ("sync", "one_step_off", "bounded_staleness")
 MOST_NODES = 1024  # up to which a size that fits is looked for
@@ -48,9 +128,8 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
     if parsed.machine is None:
         raise ConfigError("found --search without --machine; name a machine of configs/machines or a file")
     if not has_rollout(job):
-        raise InputError(
-            "--search is for jobs of `hpcrl train` and jobs of your own like it; other jobs have no rollout"
-        )
+        why = "jobs of `hpcrl train` and jobs of your own like it; other jobs have no rollout"
+        raise InputError(f"--search is for {why}")
     machine, config = read_machine(parsed.machine), job.read_config(path, overrides)
     if parsed.objective == "walltime" and config.job.time == AUTO:
         raise ConfigError("found --objective walltime with job.time=auto; set job.time, within which steps are to end")
@@ -107,7 +186,7 @@ class Asked:
         """What is to be smallest over numbers of nodes."""
         nodes, seconds = result.job.config.job.nodes, result.prediction.seconds
         if self.objective == "walltime":
-            return order(nodes, self.steps, seconds, self._slice(result))
+            return order(nodes, self.steps, seconds, self.slice(result.job, result.job.config.job.time_seconds))
         return (seconds * (nodes if self.objective == "node-hours" else 1),)
 
     def cost(self, result: Result) -> str:
@@ -116,15 +195,23 @@ class Asked:
         if self.objective != "walltime":
             hours = its.nodes * seconds / 3600
             return f"{hours * steps:,.4g} node-hours for {steps} steps" if steps else f"{hours:.4g} node-hours per step"
-        each = self._slice(result).num_steps(seconds)
-        if steps is None or (division := divide(steps, seconds, self._slice(result))) is None:
+        within = self.slice(result.job, its.time_seconds)
+        each = within.num_steps(seconds)
+        if steps is None or (division := divide(steps, seconds, within)) is None:
             return f"{each} steps end within {its.time}"
         hours, slices = division.seconds / 3600, counted(division.slices)
         took = f"{steps} steps take {slices} of {its.time}, {hours:.4g} h, {its.nodes * hours:,.4g} node-hours"
         return took if division.slices == 1 else f"{took}; {each} end within one"
 
-    def _slice(self, result: Result) -> Slice:
-        return slice_of(result.job, self.machine, self.lengths, result.job.config.job.time_seconds, self.measured)
+    def slice(self, job: TrainingPlan, length: float) -> Slice:
+        """A slice of the job, with what the run's slices have measured of set-up and save."""
+        measured, machine, cfg = self.measured, self.machine, job.config
+        times = JobTimes(job, machine, self.lengths)
+        written = times.saved(machine.node.write) / machine.efficiency.get("save_checkpoint", 1.0)
+        save = max(written, measured.get("save_s", 0.0))
+        setup = measured.get("setup_s", SETUP + times.saved(machine.node.read))
+        # Ranks stop at the signal, or when the next phase and a save would not leave the margin.
+        return Slice(length, setup, save, max(float(cfg.job.signal_seconds), save + cfg.trainer.walltime_margin))
 
     def fits_nowhere(self, nodes: int) -> str:
         """The line for a job without a layout that fits: what is missing, and on how many nodes there is one."""
@@ -174,7 +261,7 @@ def _placed(role: str, job: TrainingPlan) -> str:
     text = f"{axes} dp {placed.dp} on ranks {placed.ranks[0]}-{placed.ranks[-1]}"
     if spec is None or not spec.max_tokens:
         return text
-    away = [KEYS[part].removesuffix("_offload") for part in offloaded(job.config, spec)]
+    away = [KEYS[part].removesuffix("_offload") for part in job.away(role)]
     text += f", micro-batches of {spec.token_budget(job.config)} tokens"
     return f"{text}, offloads {' '.join(away)}" if away else text
 
@@ -183,16 +270,12 @@ def difference(best: Result, other: Result) -> str:
     """The phase that the other one loses most in."""
     mine, its = best.prediction.phases, other.prediction.phases
     name = max(its, key=lambda name: its[name] - mine.get(name, 0.0))
-    lost, more = (
-        f"{its[name]:.4g} s and not {mine.get(name, 0.0):.4g}",
-        other.prediction.seconds - best.prediction.seconds,
-    )
-    return f"{name} takes {lost}, of a difference of {more:.4g} s per step"
+    lost, more = its[name], other.prediction.seconds - best.prediction.seconds
+    return f"{name} takes {lost:.4g} s and not {mine.get(name, 0.0):.4g}, of a difference of {more:.4g} s per step"
 
 
 def scaling(found: Mapping[int, Result], cost: Callable[[Result], str]) -> Iterator[str]:
-    first, *_ = found
-    ideal = first * found[first].prediction.seconds
+    ideal = next(nodes * its.prediction.seconds for nodes, its in found.items())
     yield f"  {'nodes':>6}{'s per step':>12}{'tokens/s':>12}{'efficiency':>12}  cost"
     for nodes, result in found.items():
         step = result.prediction

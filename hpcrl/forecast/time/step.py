@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from hpcrl.config.schema import AsyncTrainingConfig
-from hpcrl.forecast.memory.memory import TrainingPlan
+from hpcrl.config.schema import Config
+from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
 from hpcrl.forecast.time.cost import Cost, fitted
-from hpcrl.forecast.time.decode import generation_cost, schedule
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.phases import JobTimes, Timed
-from hpcrl.forecast.time.training import forward_cost, packing, update_cost
+from hpcrl.forecast.time.samples import forward_cost, generation_cost, packing, schedule, update_cost
 from hpcrl.machine.machine_file import UNKNOWN_SPREAD, Machine
 
 
@@ -36,6 +36,15 @@ class Span(NamedTuple):
     start: float
     end: float
 
+    @property
+    def phase(self) -> str:
+        return self.task.partition("/")[0]
+
+    @property
+    def step(self) -> int:
+        """0: there is only one."""
+        return int(self.task.partition("/")[2] or 0)
+
 
 def timeline(tasks: Sequence[Task], cores: float | None = None, ranks_per_node: int = 1) -> list[Span]:
     """The spans of tasks, in their order.
@@ -48,22 +57,18 @@ def timeline(tasks: Sequence[Task], cores: float | None = None, ranks_per_node: 
     Raises ValueError for a task that comes after one that is later in the list, or is not in it.
     """
     _check(tasks)
-    left = [task.seconds for task in tasks]
-    starts: dict[int, float] = {}
-    ends: dict[int, float] = {}
-    ended: set[str] = set()
-    waiting, running, now = list(range(len(tasks))), list[int](), 0.0
-    while waiting or running:
-        _start(tasks, waiting, running, ended, starts, now)
+    left, now = [task.seconds for task in tasks], 0.0
+    starts, ends = dict[int, float](), dict[int, float]()
+    while len(ends) < len(tasks):
+        starts |= dict.fromkeys(_ready(tasks, starts, ends), now)
+        running = [number for number in starts if number not in ends]
         rates = _rates([tasks[number] for number in running], cores, ranks_per_node)
         step = min(left[number] / rate for number, rate in zip(running, rates, strict=True))
         now += step
         for number, rate in zip(running, rates, strict=True):
             left[number] -= step * rate
-        for number in [number for number in running if left[number] <= 1e-12 * max(tasks[number].seconds, 1e-300)]:
-            running.remove(number)
-            ends[number] = now
-            ended.add(tasks[number].name)
+            if left[number] <= 1e-12 * max(tasks[number].seconds, 1e-300):
+                ends[number] = now
     return [Span(task.name, task.ranks, starts[place], ends[place]) for place, task in enumerate(tasks)]
 
 
@@ -78,19 +83,15 @@ def _check(tasks: Sequence[Task]) -> None:
         before.add(task.name)
 
 
-def _start(
-    tasks: Sequence[Task], waiting: list[int], running: list[int], ended: set[str], starts: dict[int, float], now: float
-) -> None:
-    """Move tasks from `waiting` to `running` whose ranks are free and not due to run an earlier task first."""
-    taken = [tasks[number].ranks for number in running]
-    for number in list(waiting):
-        task = tasks[number]
-        is_free = all(_are_disjoint(task.ranks, ranks) for ranks in taken)
-        if is_free and ended.issuperset(task.after):
-            waiting.remove(number)
-            running.append(number)
-            starts[number] = now
-        taken.append(task.ranks)
+def _ready(tasks: Sequence[Task], starts: Collection[int], ends: Collection[int]) -> list[int]:
+    """Tasks that have not started, whose ranks are free and not due to run an earlier task first."""
+    ended, found, taken = {tasks[number].name for number in ends}, [], list[tuple[int, ...]]()
+    for number, task in enumerate(tasks):
+        if number not in ends:
+            is_free = number not in starts and all(_are_disjoint(task.ranks, ranks) for ranks in taken)
+            found += [number] if is_free and ended.issuperset(task.after) else []
+            taken.append(task.ranks)
+    return found
 
 
 def _rates(running: Sequence[Task], cores: float | None, ranks_per_node: int) -> list[float]:
@@ -120,89 +121,69 @@ GENERATES = ("gen", "gen_max", "judge")
 STEPS = 4  # of an asynchronous job; the last ones take as long as any later one
 
 
-class Step(NamedTuple):
-    """seconds: from the end of a step to that of the next one."""
-
-    seconds: float
-    spans: list[Span]
-
-
-def step_of(timed: Sequence[Timed], cfg: AsyncTrainingConfig, cores: float | None, ranks_per_node: int) -> Step:
-    """The step's timeline, in the job's mode."""
-    mode, each, threshold = cfg.mode, ranks_per_node, cfg.staleness_threshold
+def step_of(timed: Sequence[Timed], config: Config, cores: float | None) -> tuple[float, list[Span]]:
+    """Seconds from the end of a step to that of the next one, and the step's timeline, in the job's mode."""
+    mode, each = config.async_training.mode, config.job.ntasks_per_node
     if mode == "sync":
         spans = timeline(_synchronous(timed), cores, each)
-        return Step(max(span.end for span in spans), spans)
+        return max(span.end for span in spans), spans
+    threshold = config.async_training.staleness_threshold
     steps = STEPS + (threshold if mode == "bounded_staleness" else 0)
     tasks = _one_step_off(timed, steps) if mode == "one_step_off" else _streaming(timed, steps, threshold)
     spans = timeline(tasks, cores, each)
     ends = [
-        max(span.end for span in spans if span.task.endswith(f"/{step}") and not span.task.startswith(GENERATES))
+        max(span.end for span in spans if span.step == step and not span.task.startswith(GENERATES))
         for step in range(1, steps + 1)
     ]
     half = steps // 2
-    return Step((ends[-1] - ends[half - 1]) / (steps - half), spans)
+    return (ends[-1] - ends[half - 1]) / (steps - half), spans
 
 
-def groups_of(timed: Sequence[Timed]) -> tuple[list[Timed], list[Timed], list[Timed], list[Timed]]:
-    """Phases of samples; that read them, and overlap on ranks of their own; that need all columns, and overlap; and the
-    rest, the refit and the archive."""
-    samples = [it for it in timed if it.name in GENERATES or it.name == "reward"]
-    columns = [it for it in timed if it.kind == "forward" and it.name != "adv" and it not in samples]
-    updates = [it for it in timed if it.kind == "train"]
-    rest = [it for it in timed if it.kind in ("refit", "save")]
-    return samples, columns, updates, rest
+def _tasks(timed: Sequence[Timed], part: str, step: str, after: tuple[str, ...]) -> list[Task]:
+    """The phases that are a part of the step: "gen", "score", "adv", or by their kind what reads the samples
+    ("forward"), "train", "refit" and "save". Those of a part overlap on ranks of their own."""
+    parts = {"gen": "gen", "gen_max": "gen", "judge": "score", "reward": "score", "adv": "adv"}
+    mine = [it for it in timed if parts.get(it.name, it.kind) == part]
+    return [Task(f"{it.name}{step}", it.ranks, it.cost.seconds, after, it.demand) for it in mine]
 
 
-def _chain(timed: Sequence[Timed], step: str, first: tuple[str, ...]) -> list[Task]:
-    """The trainer's part of a step, after the tasks `first`."""
-    _, columns, updates, _ = groups_of(timed)
-    tasks = [_task(it, step, first) for it in columns]
-    before = tuple(task.name for task in tasks) or first
-    tasks += [_task(it, step, before) for it in timed if it.name == "adv"]
-    after = tuple(task.name for task in tasks if task.name.startswith("adv")) or before
-    return tasks + [_task(it, step, after) for it in updates]
-
-
-def _task(it: Timed, step: str, after: tuple[str, ...]) -> Task:
-    return Task(f"{it.name}{step}", it.ranks, it.cost.seconds, after, it.demand)
+def _names(tasks: Iterable[Task]) -> tuple[str, ...]:
+    return tuple(task.name for task in tasks)
 
 
 def _sampled(timed: Sequence[Timed], step: str, after: tuple[str, ...]) -> list[Task]:
     """Generation, then scores."""
-    samples, _, _, _ = groups_of(timed)
-    tasks: list[Task] = []
-    for it in samples:
-        scores = it.name in ("reward", "judge")
-        before = tuple(task.name for task in tasks if task.name.startswith("gen")) if scores else after
-        tasks.append(_task(it, step, before or after))
-    return tasks
+    generated = _tasks(timed, "gen", step, after)
+    return generated + _tasks(timed, "score", step, _names(generated))
+
+
+def _trained(timed: Sequence[Timed], step: str, first: tuple[str, ...]) -> list[Task]:
+    """The trainer's part of a step, after the tasks `first`."""
+    columns = _tasks(timed, "forward", step, first)
+    advantages = _tasks(timed, "adv", step, _names(columns) or first)
+    return columns + advantages + _tasks(timed, "train", step, _names(advantages))
 
 
 def _synchronous(timed: Sequence[Timed]) -> list[Task]:
     tasks = _sampled(timed, "", ())
-    tasks += _chain(timed, "", tuple(task.name for task in tasks))
-    for it in groups_of(timed)[3]:
-        tasks.append(_task(it, "", tuple(task.name for task in tasks)))
-    return tasks
+    tasks += _trained(timed, "", _names(tasks))
+    tasks += _tasks(timed, "refit", "", _names(tasks))
+    return tasks + _tasks(timed, "save", "", _names(tasks))
 
 
 def _one_step_off(timed: Sequence[Timed], steps: int) -> list[Task]:
     """Step k waits for its samples, updates the engine's weights, has the next samples begun, and trains: see
     `hpcrl.run.rollouts.stepwise.OneStepOff`."""
-    rest = groups_of(timed)[3]
-    tasks = _sampled(timed, "/1", ())
+    tasks = samples = _sampled(timed, "/1", ())
     trained: tuple[str, ...] = ()
     for step in range(1, steps + 1):
         mine = f"/{step}"
-        samples = tuple(task.name for task in tasks if task.name.endswith(mine))
-        refits = [_task(it, mine, (*samples, *trained)) for it in rest if it.kind == "refit"]
-        begun = tuple(task.name for task in refits) or (*samples, *trained)
-        chain = _chain(timed, mine, begun)
-        tasks += [*refits, *_sampled(timed, f"/{step + 1}", begun), *chain]
-        saved = [_task(it, mine, tuple(task.name for task in chain)) for it in rest if it.kind == "save"]
-        tasks += saved
-        trained = tuple(task.name for task in (*chain, *saved))
+        refits = _tasks(timed, "refit", mine, (*_names(samples), *trained))
+        samples = _sampled(timed, f"/{step + 1}", _names(refits))
+        chain = _trained(timed, mine, _names(refits))
+        saved = _tasks(timed, "save", mine, _names(chain))
+        tasks = [*tasks, *refits, *samples, *chain, *saved]
+        trained = _names([*chain, *saved])
     return tasks
 
 
@@ -210,21 +191,19 @@ def _streaming(timed: Sequence[Timed], steps: int, threshold: int) -> list[Task]
     """Generation of the samples of step k begins with weights of version k - 1 - threshold, and a refit interrupts it:
     see `hpcrl.run.rollouts.streaming.Streaming`. The refit counts as the trainer's task and as work of the
     engine."""
-    rest = groups_of(timed)[3]
+    rest = [it for it in timed if it.kind in ("refit", "save")]
     interrupted = sum(it.cost.seconds for it in rest if it.kind == "refit")
     actor = next(it.ranks for it in timed if it.role == "actor")
     tasks: list[Task] = []
     trained: tuple[str, ...] = ()
     for step in range(1, steps + 1):
         version = step - 1 - threshold
-        begun = (f"update_weights/{version}",) if version >= 1 else ()
-        samples = _sampled(timed, f"/{step}", begun)
+        samples = _sampled(timed, f"/{step}", (f"update_weights/{version}",) if version >= 1 else ())
         samples[0] = replace(samples[0], seconds=samples[0].seconds + interrupted)
-        chain = _chain(timed, f"/{step}", (*(task.name for task in samples), *trained))
-        ended = tuple(task.name for task in chain)
-        last = [Task(f"{it.name}/{step}", actor, it.cost.seconds, ended) for it in rest]
+        chain = _trained(timed, f"/{step}", (*_names(samples), *trained))
+        last = [Task(f"{it.name}/{step}", actor, it.cost.seconds, _names(chain)) for it in rest]
         tasks += [*samples, *chain, *last]
-        trained = tuple(task.name for task in (*chain, *last))
+        trained = _names([*chain, *last])
     return tasks
 
 
@@ -286,19 +265,29 @@ def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction
     times = JobTimes(job, machine, lengths)
     timed = [it._replace(cost=fitted(it.cost, machine, it.name)) for it in times.phases()]
     inside = [it for it in timed if it.name not in APART]
-    mode, each = job.config.async_training, job.config.job.ntasks_per_node
-    step = step_of(inside, mode, machine.node.cores, each)
-    took = {name: span.end - span.start for name, span in _of_step(step.spans).items()}
+    seconds, spans = step_of(inside, job.config, machine.node.cores)
+    took = {name: span.end - span.start for name, span in _of_step(spans).items()}
     parts, phases = {}, {}
     for it in timed:
         ideal = it.cost.seconds
         phases[it.name] = took.get(it.name, ideal)
         cost = it.cost + Cost(waiting=max(0.0, phases[it.name] - ideal))
-        parts[it.name] = cost.shares() if cost.seconds > 0 else {}
-    seconds = step.seconds + sum(it.cost.seconds for it in timed if it.name in APART)
+        parts[it.name] = cost.shares()
+    seconds += sum(it.cost.seconds for it in timed if it.name in APART)
     tokens = job.derived.samples_per_step * lengths.mean
     roles = {it.name: it.role for it in timed}
-    return Prediction(seconds, phases, parts, tokens / seconds, tuple(step.spans), roles)
+    return Prediction(seconds, phases, parts, tokens / seconds, tuple(spans), roles)
+
+
+LOAD_METRIC = "actor/moe_load_imbalance/mean"
+
+
+def with_measured_load(config: Config, row: Mapping[str, float]) -> Config:
+    """Return the config with the load imbalance of a step's metrics, to a tenth, or unchanged if they have none."""
+    imbalance = row.get(LOAD_METRIC)
+    if imbalance is None or not math.isfinite(imbalance):
+        return config
+    return with_keys(config, {"model.moe.load_imbalance": max(1.0, round(imbalance, 1))})
 
 
 def forget_lengths() -> None:
@@ -309,11 +298,5 @@ def forget_lengths() -> None:
 
 def _of_step(spans: Sequence[Span]) -> dict[str, Span]:
     """The span of each phase, of several steps in the last one but one, which has others beside it."""
-    steps = [int(span.task.rpartition("/")[2]) for span in spans if "/" in span.task]
-    wanted = max(steps) - 1 if steps else 0
-    found = {}
-    for span in spans:
-        name, _, step = span.task.partition("/")
-        if not step or int(step) == wanted:
-            found[name] = span
-    return found
+    wanted = max((span.step for span in spans), default=0) - 1
+    return {span.phase: span for span in spans if span.step in (0, wanted)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.memory.memory import TrainingPlan
@@ -26,32 +26,21 @@ LEAST = 0.01  # share of a kind that is named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--machine",
-        metavar="NAME_OR_FILE",
-        help="seconds of a step, too, on a machine of configs/machines or of a file; without it, of job.machine",
-    )
-    parser.add_argument(
-        "--response-lengths",
-        metavar="MEAN,SIGMA",
-        help="with --machine: log-normal lengths of responses, by their mean in tokens and the standard deviation of "
-        "their logarithm, up to data.max_response_length; without it, all have that length",
-    )
-    parser.add_argument(
-        "--timeline",
-        metavar="OUT",
-        action="append",
-        default=[],
-        help="with --machine: draw the step into a .png file, or write it for Perfetto into a .json file; repeatable",
-    )
+    machine = "seconds of a step, too, on a machine of configs/machines or of a file; without it, of job.machine"
+    lengths = "with --machine: log-normal lengths of responses, by their mean in tokens and the standard deviation of "
+    lengths += "their logarithm, up to data.max_response_length; without it, all have that length"
+    timeline = "with --machine: draw the step into a .png file, or write it for Perfetto into a .json file; repeatable"
+    parser.add_argument("--machine", metavar="NAME_OR_FILE", help=machine)
+    parser.add_argument("--response-lengths", metavar="MEAN,SIGMA", help=lengths)
+    parser.add_argument("--timeline", metavar="OUT", action="append", default=[], help=timeline)
 
 
 def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
     """The lines of the table; none without --machine or job.machine. Raises ConfigError or InputError, one line."""
     name = parsed.machine or job.config.job.machine
     if name is None:
-        given = {"--response-lengths": parsed.response_lengths, "--timeline": parsed.timeline}
-        for option in (option for option, value in given.items() if value):
+        if parsed.response_lengths or parsed.timeline:
+            option = "--response-lengths" if parsed.response_lengths else "--timeline"
             raise ConfigError(f"found {option} without --machine; name a machine")
         return []
     machine, lengths = read_machine(name), lengths_of(job, parsed.response_lengths)
@@ -59,24 +48,17 @@ def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
     title = f"step on {machine.name}: prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f}"
     if parsed.response_lengths is not None:
         title += f" in the mean, {lengths.longest(job.derived.samples_per_step):.0f} the longest"
-    caveat = machine.caveat()
+    caveat, what = machine.caveat(), "predicted" if machine.measured else "extrapolated"
+    heading = f"{job.config.run.name} on {machine.name}, {what}: {prediction.seconds:.4g} s per step"
+    check_timelines(parsed.timeline)
     return [
         "",
         title,
         *([] if caveat is None else [f"  {caveat}"]),
         *phase_rows(prediction, machine),
         *summary_rows(job, prediction),
-        *_written(job, prediction, machine, parsed.timeline),
+        *(f"  {'timeline':<26}{write_timeline(Path(name), heading, prediction)}" for name in parsed.timeline),
     ]
-
-
-def _written(job: TrainingPlan, prediction: Prediction, machine: Machine, names: Sequence[str]) -> Iterator[str]:
-    if names:
-        check_timelines(names)
-        what = "extrapolated" if not machine.measured else "predicted"
-        title = f"{job.config.run.name} on {machine.name}, {what}: {prediction.seconds:.4g} s per step"
-        for name in names:
-            yield f"  {'timeline':<26}{write_timeline(Path(name), title, prediction)}"
 
 
 def lengths_of(job: TrainingPlan, text: str | None) -> Lengths:
@@ -136,7 +118,7 @@ def draw_timeline(path: Path, title: str, prediction: Prediction) -> None:
 
     spans = [span for span in prediction.spans if span.end > span.start]
     rows = rows_of(spans, prediction.roles)
-    phases = [phase for phase in prediction.phases if any(_phase(span) == phase for span in spans)]
+    phases = [phase for phase in prediction.phases if any(span.phase == phase for span in spans)]
     palette = plt.get_cmap("Set3")
     colors = {phase: palette(number % palette.N) for number, phase in enumerate(phases)}
     last = max(span.end for span in spans)
@@ -145,7 +127,7 @@ def draw_timeline(path: Path, title: str, prediction: Prediction) -> None:
     for place, (_, mine) in enumerate(rows):
         for span in mine:
             length = span.end - span.start
-            axes.barh(place, length, 0.8, span.start, color=colors[_phase(span)], edgecolor="black", linewidth=0.4)
+            axes.barh(place, length, 0.8, span.start, color=colors[span.phase], edgecolor="black", linewidth=0.4)
             after = min((other.start for other in mine if other.start >= span.end), default=last)
             for text, at, align in bar_labels(span, after, last):
                 axes.text(at, place, text, ha=align, va="center", fontsize=8)
@@ -156,7 +138,8 @@ def draw_timeline(path: Path, title: str, prediction: Prediction) -> None:
     axes.set_xlim(0, last)
     axes.set_xlabel("seconds")
     axes.set_title(title, fontsize=10)
-    handles = [Patch(color=color, label=_described(phase, prediction)) for phase, color in colors.items()]
+    labels = {it: f"{it} {prediction.phases[it]:.3g} s: {limits(prediction.parts[it])}" for it in phases}
+    handles = [Patch(color=color, label=labels[phase]) for phase, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=LEGEND_COLUMNS, fontsize=8, frameon=False)
     with draft_of(path) as draft:
         figure.savefig(draft, dpi=90)
@@ -168,16 +151,15 @@ def rows_of(spans: Sequence[Span], roles: Mapping[str, str]) -> list[tuple[str, 
     those ranks of them that take part."""
     ranks: dict[str, tuple[int, ...]] = {}
     for span in spans:
-        if _phase(span) != "update_weights":
-            ranks.setdefault(roles[_phase(span)], span.ranks)
-    rows: dict[str, list[Span]] = {role: [] for role in ranks}
-    for span in spans:
-        phase = _phase(span)
-        its = ("rollout", "actor") if phase == "update_weights" else (roles[phase],)
-        for role in its:
-            if role in rows and not set(ranks[role]).isdisjoint(span.ranks):
-                rows[role].append(span)
-    return [(f"{role}\nrank{'s'[: len(ranks[role]) > 1]} {format_spans(ranks[role])}", rows[role]) for role in rows]
+        if span.phase != "update_weights":
+            ranks.setdefault(roles[span.phase], span.ranks)
+    rows = []
+    for role, own in ranks.items():
+        refits = ("update_weights",) if role in ("rollout", "actor") else ()
+        mine = [it for it in spans if it.phase in refits or (it.phase != "update_weights" and roles[it.phase] == role)]
+        name = f"{role}\nrank{'s'[: len(own) > 1]} {format_spans(own)}"
+        rows.append((name, [it for it in mine if not set(own).isdisjoint(it.ranks)]))
+    return rows
 
 
 def bar_labels(span: Span, after: float, last: float) -> list[tuple[str, float, str]]:
@@ -185,8 +167,8 @@ def bar_labels(span: Span, after: float, last: float) -> list[tuple[str, float, 
 
     after: when the next bar of the row begins. last: the end of the axis.
     """
-    phase, _, step = span.task.partition("/")
-    texts = (f"{phase}, step {step}", f"{phase} {step}", step) if step else (phase,)
+    phase, step = span.phase, span.step
+    texts = (f"{phase}, step {step}", f"{phase} {step}", str(step)) if step else (phase,)
     for text in texts:
         length = len(text) * LETTER / BARS * last
         if length < span.end - span.start:
@@ -198,30 +180,14 @@ def bar_labels(span: Span, after: float, last: float) -> list[tuple[str, float, 
 
 def ends_of_steps(spans: Sequence[Span], roles: Mapping[str, str]) -> list[float]:
     """When the trainer's part of each of several steps ends."""
-    ends: dict[str, float] = {}
+    ends: dict[int, float] = {}
     for span in spans:
-        phase, _, step = span.task.partition("/")
-        if step and roles[phase] == "actor":
-            ends[step] = max(ends.get(step, 0.0), span.end)
+        if span.step and roles[span.phase] == "actor":
+            ends[span.step] = max(ends.get(span.step, 0.0), span.end)
     return list(ends.values())
 
 
-def _phase(span: Span) -> str:
-    return span.task.partition("/")[0]
-
-
-def _described(phase: str, prediction: Prediction) -> str:
-    return f"{phase} {prediction.phases[phase]:.3g} s: {limits(prediction.parts[phase])}"
-
-
 TIMELINE_SUFFIXES = (".png", ".json")
-
-
-class Track(NamedTuple):
-    """What a group of ranks does, if each of them does the same."""
-
-    ranks: tuple[int, ...]
-    spans: list[Span]
 
 
 def check_timelines(names: Sequence[str]) -> None:
@@ -250,32 +216,28 @@ def write_timeline(path: Path, title: str, prediction: Prediction) -> str:
     return f"{path}: the step as a picture"
 
 
-def tracks(spans: Sequence[Span]) -> list[Track]:
-    """Groups of ranks that do the same, by their first rank. Spans of no length are left out."""
-    doing: dict[int, list[int]] = {}
-    for number, span in enumerate(spans):
+def tracks(spans: Sequence[Span]) -> dict[tuple[int, ...], list[Span]]:
+    """Groups of ranks that do the same, by their first rank, and what they do. Spans of no length are left out."""
+    doing: dict[int, list[Span]] = {}
+    for span in spans:
         for rank in span.ranks if span.end > span.start else ():
-            doing.setdefault(rank, []).append(number)
-    groups: dict[tuple[int, ...], list[int]] = {}
+            doing.setdefault(rank, []).append(span)
+    groups: dict[tuple[Span, ...], list[int]] = {}
     for rank in sorted(doing):
         groups.setdefault(tuple(doing[rank]), []).append(rank)
-    return [Track(tuple(ranks), [spans[number] for number in numbers]) for numbers, ranks in groups.items()]
+    return {tuple(ranks): list(its) for its, ranks in groups.items()}
 
 
 def timeline_events(title: str, prediction: Prediction) -> Iterator[Event]:
     """Events in Chrome's trace event format: a track for each group of ranks, and what limits each phase."""
     yield process_name(1, title)
-    for tid, track in enumerate(tracks(prediction.spans), 1):
-        roles = dict.fromkeys(prediction.roles[span.task.partition("/")[0]] for span in track.spans)
-        yield from track_names(1, tid, f"ranks {format_spans(track.ranks)}: {', '.join(roles)}")
-        for span in sorted(track.spans, key=lambda span: span.start):
-            phase, _, step = span.task.partition("/")
-            parts = prediction.parts[phase]
-            arguments: dict[str, Any] = {"step": int(step)} if step else {}
-            arguments |= {"role": prediction.roles[phase], "seconds": span.end - span.start}
+    for tid, (ranks, spans) in enumerate(tracks(prediction.spans).items(), 1):
+        roles = dict.fromkeys(prediction.roles[span.phase] for span in spans)
+        yield from track_names(1, tid, f"ranks {format_spans(ranks)}: {', '.join(roles)}")
+        for span in sorted(spans, key=lambda span: span.start):
+            parts = prediction.parts[span.phase]
+            arguments: dict[str, Any] = {"step": span.step} if span.step else {}
+            arguments |= {"role": prediction.roles[span.phase], "seconds": span.end - span.start}
             arguments |= {"limited by": limits(parts), **{kind: round(share, 4) for kind, share in parts.items()}}
-            yield complete(Slice(_ns(span.start), -_ns(span.end), phase, "phase", arguments), 1, tid)
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)
+            start, end = (round(seconds * 1e9) for seconds in (span.start, span.end))
+            yield complete(Slice(start, -end, span.phase, "phase", arguments), 1, tid)

@@ -40,6 +40,24 @@ class Projection(NamedTuple):
     rows: int
 
 
+class Box(NamedTuple):
+    """A rectangle of a global 2-D tensor (a 1-D tensor counts as (n, 1)) and where it starts in the local tensor."""
+
+    global_rows: tuple[int, int]
+    global_cols: tuple[int, int]
+    local_row: int
+    local_col: int
+
+    def within(self, rows: tuple[int, int], cols: tuple[int, int]) -> Box | None:
+        """Return the part in these rows and columns of the global tensor; None if there is none."""
+        top, bottom = max(self.global_rows[0], rows[0]), min(self.global_rows[1], rows[1])
+        left, right = max(self.global_cols[0], cols[0]), min(self.global_cols[1], cols[1])
+        if top >= bottom or left >= right:
+            return None
+        row, col = self.local_row + top - self.global_rows[0], self.local_col + left - self.global_cols[0]
+        return Box((top, bottom), (left, right), row, col)
+
+
 class CachedHeads(NamedTuple):
     """What a rank caches of each token: keys and values of `groups` heads, each with `queries` query heads, and their
     widths. With value_in_key the first `value_dim` elements of a key are also its value. window: the last tokens that
@@ -89,12 +107,27 @@ class Weight:
         axis = {"whole": None, "cols": 1}.get(self.cut, 0)
         return tuple(length // ranks if place == axis else length for place, length in enumerate(self.size))
 
-    def adapter_sizes(self, ranks: int, lora: Lora | None) -> Iterator[Size]:
-        """Yield the sizes of a rank's parts of A (r, in) and B (out, r), for each projection with an adapter."""
+    def boxes(self, rank: int, ranks: int) -> tuple[Box, ...]:
+        """Return the rectangles of a rank's part, which tile its local tensor."""
+        rows, cols = self.size[0], math.prod(self.size[1:])
+        if self.cut == "cols":
+            width = cols // ranks
+            return (Box((0, rows), (rank * width, (rank + 1) * width), 0, 0),)
+        if self.cut == "whole":
+            rank, ranks = 0, 1
+        count = 2 if self.cut == "gated" else 1
+        each = rows // count // ranks
+        firsts = [half * (rows // count) + rank * each for half in range(count)]
+        return tuple(Box((first, first + each), (0, cols), half * each, 0) for half, first in enumerate(firsts))
+
+    def adapters(self, lora: Lora | None) -> Iterator[Weight]:
+        """Yield A (r, in) and B (out, r) of each projection with an adapter, split as the weight is."""
+        cuts: tuple[Cut, Cut] = ("cols", "whole") if self.cut == "cols" else ("whole", "rows")
+        parent = self.name.removesuffix("weight").rpartition("linear_")[0]
         for projection in self.projections:
             if lora is not None and len(self.size) == 2 and projection.name in lora.targets:
-                yield lora.rank, self.local_size(ranks)[1]
-                yield self.periods * projection.rows // (1 if self.cut == "cols" else ranks), lora.rank
+                yield Weight(f"{parent}{projection.name}.lora_A", (lora.rank, self.size[1]), cuts[0])
+                yield Weight(f"{parent}{projection.name}.lora_B", (self.periods * projection.rows, lora.rank), cuts[1])
 
 
 class Part(NamedTuple):
@@ -200,12 +233,12 @@ class Block:
 
 @lru_cache(maxsize=512)
 def _parts(block: Block, tp: int, ep: int, etp: int, lora: Lora | None) -> tuple[Part, ...]:
-    found, each = list[Part](), block.count_of_experts // ep
+    found, own = list[Part](), block.count_of_experts // ep
     for is_expert, weights, ranks in ((False, block.weights(), tp), (True, block.expert_weights(), etp)):
         for weight in weights:
-            copies = each if is_expert else 1
+            copies = own if is_expert else 1
             found.append(Part(weight.local_size(ranks), copies, is_expert))
-            found += [Part(size, copies, is_expert, True) for size in weight.adapter_sizes(ranks, lora)]
+            found += [Part(each.local_size(ranks), copies, is_expert, True) for each in weight.adapters(lora)]
     return tuple(found)
 
 

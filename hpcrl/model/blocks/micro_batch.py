@@ -93,7 +93,7 @@ class Products(NamedTuple):
 class Collective(NamedTuple):
     """A collective of the ranks that differ along the axes `dims` of a layout.
 
-    `kind` is a method of `hpcrl.forecast.time.collectives.Network`, which says what `nbytes` counts. A training pass
+    `kind` is a method of `hpcrl.forecast.time.cost.Network`, which says what `nbytes` counts. A training pass
     has the collective `times` times.
     """
 

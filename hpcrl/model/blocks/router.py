@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from torch.distributed import ProcessGroup
 
+    from hpcrl.config.schema import MoeConfig
     from hpcrl.model.blocks.attention_modules import Linear
-    from hpcrl.model.blocks.mixture import MixtureOfExperts
+    from hpcrl.model.blocks.mixture import MixtureOfExperts, RoutedExperts
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -135,11 +136,6 @@ class Routing:
     losses: RouterLosses | None = None
     recorded: dict[int, Tensor] | None = None
 
-    def map(self, move: Callable[[Tensor], Tensor]) -> Routing:
-        """Return a copy with `move` of each index tensor."""
-        replayed = None if self.replayed is None else move(self.replayed)
-        return replace(self, sequences=move(self.sequences), lengths=move(self.lengths), replayed=replayed)
-
 
 class RouterLosses:
     """Losses that the routers of this rank add to one optimizer step, normalised by the global mini-batch.
@@ -149,20 +145,13 @@ class RouterLosses:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_experts: int,
-        *,
-        aux_coeff: float,
-        z_coeff: float,
-        num_sequences: int,
-        num_tokens: int,
-        device: torch.device,
+        self, routed: RoutedExperts, moe: MoeConfig | None, num_sequences: int, num_tokens: int, device: torch.device
     ) -> None:
-        self.aux_coeff, self.z_coeff = aux_coeff, z_coeff
+        """moe: the coefficients of the losses; None: 0."""
+        self.aux_coeff, self.z_coeff = (moe.aux_loss_coeff, moe.z_loss_coeff) if moe is not None else (0.0, 0.0)
         self.num_sequences, self.num_tokens = max(num_sequences, 1), max(num_tokens, 1)
         self.aux, self.z = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-        self.load = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
+        self.load = torch.zeros(len(routed.layers), routed.num_experts, dtype=torch.float64, device=device)
 
     def metrics(self, group: ProcessGroup) -> dict[str, float]:
         """Return means over layers of the losses without their coefficients, where these are not 0, and the load

@@ -22,15 +22,7 @@ from hpcrl.sandbox.foreign_files import read_json
 CONFIG = "config.json"
 MOST_BYTES = 1 << 22  # of it
 
-_FAMILIES = {**llama.FAMILIES, **qwen.FAMILIES, **deepseek.FAMILIES}
-# In the order in which the error message lists them.
-FAMILIES: dict[str, Family] = {
-    name: _FAMILIES[name]
-    for name in (
-        *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        *("deepseek_v2", "deepseek_v3", "exaone4"),
-    )
-}
+FAMILIES: dict[str, Family] = {**llama.FAMILIES, **qwen.FAMILIES, **deepseek.FAMILIES}
 DEFAULTS: dict[str, Mapping[str, Any]] = {**llama.DEFAULTS, **qwen.DEFAULTS, **deepseek.DEFAULTS}
 
 
@@ -179,10 +171,6 @@ def _window_keys(shape: ModelShape) -> dict[str, Any]:
     return found
 
 
-def family_of(shape: ModelShape) -> Family:
-    return FAMILIES[shape.family]
-
-
 def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
     """Return the shape described by config.json. Raises InputError for an unsupported model."""
     family = FAMILIES.get(name := str(config.get("model_type", "")))
@@ -280,7 +268,7 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 def hf_config(shape: ModelShape) -> dict[str, Any]:
     """Return config.json of `shape`, for both transformers 4 (rope_theta) and 5 (rope_parameters)."""
-    family = family_of(shape)
+    family = FAMILIES[shape.family]
     named = {"model_type": shape.family, "architectures": [family.architecture]}
     text = {
         "num_hidden_layers": shape.num_layers,

@@ -42,19 +42,17 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
+_MIXTRAL_KEYS = {"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"}  # and fields of ModelShape
 _MIXTRAL_MLP = experts_mlp("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
 
 
 def _mixtral_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "num_experts": config["num_local_experts"],
-        "moe_ffn_hidden_size": config["intermediate_size"],
-        "moe_topk": config["num_experts_per_tok"],
-    }
+    experts = {field: config[key] for key, field in _MIXTRAL_KEYS.items()}
+    return experts | {"moe_ffn_hidden_size": config["intermediate_size"]}
 
 
 def _mixtral_keys(shape: ModelShape) -> dict[str, Any]:
-    return {"num_local_experts": shape.num_experts, "num_experts_per_tok": shape.moe_topk}
+    return {key: getattr(shape, field) for key, field in _MIXTRAL_KEYS.items()}
 
 
 _EXAONE_NORMS: Names = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hpcrl.config.schema import Config, EngineConfig
 from hpcrl.model.build import DTYPES
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.native.cache_layout import kv_cache_bytes
+from hpcrl.rollout.engines.native.cache_layout import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import RolloutEngine
 from hpcrl.runtime import accelerator, platform
@@ -53,9 +53,8 @@ def native_engine(
     if cfg.kv_cache_gib is not None:
         cache = int(cfg.kv_cache_gib * 2**30)
     else:
-        limits = {"max_num_seqs": cfg.max_num_seqs, "max_model_len": max_model_len}
-        free, share = accelerator.free_bytes(device, ranks_on_node), cfg.gpu_memory_utilization
-        cache = kv_cache_bytes(shape, tp, dtype.itemsize, **limits, free_bytes=free, utilization=share)
+        share = int(accelerator.free_bytes(device, ranks_on_node) * cfg.gpu_memory_utilization)
+        cache = min(share, max_kv_bytes(shape, tp, dtype.itemsize, cfg.max_num_seqs, max_model_len))
     return NativeEngine(
         shape,
         groups.tp if tp > 1 else None,

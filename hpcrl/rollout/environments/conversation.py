@@ -44,14 +44,12 @@ class Interaction(Protocol):
     def start(self, record: dict[str, Any]) -> State:
         """Return the state of a new conversation; `record` has data_source, ground_truth, extra_info, ability and
         prompt."""
-        ...
 
     def respond(self, state: State, messages: list[dict[str, str]]) -> tuple[bool, str, float | None]:
         """Return (whether the conversation ends here, the user's text if not, a score of this turn or None).
 
         `messages` are {role, content} of the response so far, the model's latest turn last. `state` may be changed.
         """
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +163,8 @@ class TurnTemplate:
         if not self._has_tool_role:
             texts = [self._as_user(message) for message in texts]
         if self._template is None:
-            lines = "".join(f"\n{self._spelled(message)}{message['content']}" for message in texts)
+            image = "" if self._reader is None else self._reader.spelled["image"]
+            lines = "".join(f"\n{image * len(message.get('images', ()))}{message['content']}" for message in texts)
             text = self._within_alphabet(lines + "\n")
         else:
             text = self._after_model_turn([_in_parts(message) for message in texts])
@@ -204,9 +203,6 @@ class TurnTemplate:
             ) from None
         found = [ToolPicture(item.key, item.picture, png) for item, png in zip(items, pictures, strict=True)]
         return Answer(np.repeat(np.asarray(ids, np.int32), repeats), tuple(found))
-
-    def _spelled(self, message: Message) -> str:
-        return "" if self._reader is None else self._reader.spelled["image"] * len(message.get("images", ()))
 
     def _as_user(self, message: Message) -> Message:
         """Convert a tool's message into a user's."""

@@ -1,8 +1,9 @@
-"""`hpcrl plan CONFIG`: the table of templates against sizes worked out by hand, fixes, and the lines of bad input."""
+"""`hpcrl plan CONFIG`: the table of templates against sizes worked out by hand, fixes, a refit, bad input."""
 
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from hpcrl.config.loader import load_config
-from hpcrl.forecast.command import describe
+from hpcrl.forecast.command import describe, describe_refit
 from hpcrl.forecast.memory.fixes import cheapest_fix, tightest
 from hpcrl.forecast.memory.memory import GIB, Row, TrainingPlan, with_keys
 from hpcrl.forecast.memory.state import checkpoint_bytes, kept_checkpoints
@@ -252,6 +253,15 @@ def test_the_arithmetic_needs_no_torch() -> None:
         ([TEMPLATE, "job.gpu_memory_gb=80"], "gpu_memory_gib"),
         (["nowhere.yaml"], "no such config file"),
         (["--fast", TEMPLATE], "--fast"),
+        (["--refit", TEMPLATE, "placement.actor.tp=3"], "placement.actor.tp=3 does not divide"),
+        (["--refit", TEMPLATE, "placement.actor.ep=2"], "placement.actor.ep=2 divides experts, and model: has none"),
+        (["--refit", TEMPLATE, "job.nodes=1"], "does not divide the 8 ranks"),
+        (["--refit", TEMPLATE, "model.vocab_size=null", "model.tokenizer=null"], "model.vocab_size"),
+        (["--refit", TEMPLATE, "model.path=/models/llama"], "/models/llama/config.json cannot be read"),
+        (["--refit", TEMPLATE, "model.num_layer=2"], "num_layers"),
+        (["--refit", "nowhere.yaml"], "no such config file"),
+        (["--refit"], "arguments are required: [JOB.py:]CONFIG"),
+        (["--refit", TEMPLATE, "--fast"], "--fast"),
         ([], "usage: hpcrl plan [-h] [--refit | --build | --search | --calibrate]"),
     ],
 )
@@ -275,3 +285,71 @@ def test_adapters_take_the_place_of_the_reference() -> None:
     adapters = 80 * 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))  # q, o; k, v; gate, up, down
     disk = checkpoint_bytes(lora.config, lora.models)
     assert disk["lora adapter"] == 2 * adapters and disk["actor"] == 2 * parameters + 14 * adapters
+
+
+UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+MATRICES = LAYER - 2 * 8192
+WEIGHTS = 2 * (80 * MATRICES + 2 * VOCABULARY)  # bytes, all but the norms
+
+
+def sizes(lines: list[str], name: str) -> list[float]:
+    """Minimum, mean and maximum in bytes."""
+    line = next(line for line in lines if line.startswith(f"  {name}"))
+    return [float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) ([kMGT]?B)", line)]
+
+
+@pytest.mark.parametrize("nodes", [8, 128])
+def test_the_refit_of_the_70b_template(nodes: int) -> None:
+    lines = describe_refit(Train, TEMPLATE, [f"job.nodes={nodes}"])
+    stage, end = 2 * 10 * MATRICES / 8, 2 * (10 * MATRICES + VOCABULARY) / 8
+    whole = WEIGHTS / 8
+    assert sizes(lines, "engine's own weights") == pytest.approx([whole] * 3, rel=1e-3)
+    assert sizes(lines, "received") == sizes(lines, "least to receive")
+    assert sizes(lines, "received") == pytest.approx([whole - end, whole - WEIGHTS / 64, whole - stage], rel=1e-3)
+    assert sizes(lines, "sent") == pytest.approx([7 * stage, whole - WEIGHTS / 64, 7 * end], rel=1e-3)
+    assert sizes(lines, "copied") == pytest.approx([stage, WEIGHTS / 64, end], rel=5e-3)
+    moved = 8 * nodes * (whole - WEIGHTS / 64)
+    assert sizes(lines, "moved over all ranks") == pytest.approx([moved, moved], rel=1e-3)
+    assert any("largest sender" in line and "1.000 x" in line for line in lines)
+    assert any("peak extra memory" in line and "512 MiB" in line for line in lines)
+
+
+def test_equal_layouts_are_aliased_where_that_is_allowed() -> None:
+    same = ["rollout.engine=native", "placement.actor.pp=1", "actor.param_offload=false"]
+    assert sizes(describe_refit(Train, TEMPLATE, same), "aliased") == pytest.approx([WEIGHTS / 8] * 3, rel=1e-3)
+    assert sizes(describe_refit(Train, TEMPLATE, same), "engine's own weights") == [0, 0, 0]
+    alias = "rollout.checkpoint_engine.alias=false"
+    for refusal in ("rollout.dtype=float32", alias, "rollout.engine=tensorrt_llm", "actor.param_offload=true"):
+        lines = describe_refit(Train, TEMPLATE, [*same, refusal])
+        assert sizes(lines, "aliased") == [0, 0, 0]
+        assert sizes(lines, "copied") == sizes(lines, "engine's own weights")
+        assert sizes(lines, "received") == [0, 0, 0]
+
+
+def test_disjoint_pools() -> None:
+    pools = ["placement.pools.train=0-63", "placement.pools.sample=64-127", "job.nodes=16"]
+    roles = ["placement.actor.pool=train", "placement.rollout.pool=sample"]
+    traffic = TrainingPlan(load_config(TEMPLATE, [*pools, *roles])).refit.traffic()
+    assert all(its.received == 0 < its.sent for rank, its in traffic.items() if rank < 64)
+    assert all(its.sent == its.copied == 0 < its.received for rank, its in traffic.items() if rank >= 64)
+
+
+def test_a_template_without_a_vocabulary_size_asks_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert any("rank" in line for line in describe_refit(Train, "configs/ppo_countdown_cpu.yaml"))
+
+
+def run_and_list(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = (
+        "import sys\nfrom hpcrl.cli import main\ntry:\n    main(['plan', *sys.argv[1:]])\nfinally:\n"
+        "    print('loaded:', *{name.split('.')[0] for name in sys.modules})"
+    )
+    return subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_login_node_needs_neither_torch_nor_mpi() -> None:
+    done = run_and_list("--refit", TEMPLATE)
+    assert done.returncode == 0, done.stderr
+    assert "sent" in done.stdout
+    loaded = done.stdout.rpartition("loaded:")[2].split()
+    assert not {"torch", "mpi4py", "megatron", "transformers"}.intersection(loaded)

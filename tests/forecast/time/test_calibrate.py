@@ -14,9 +14,8 @@ import pytest
 from hpcrl.config import yaml_core
 from hpcrl.config.loader import dump_config
 from hpcrl.forecast.time.calibrate import Measured, cause, fit, fitted_machine, misses, read_measured, sigma_of
-from hpcrl.forecast.time.layers import LOAD_METRIC
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.step import predict
+from hpcrl.forecast.time.step import LOAD_METRIC, predict
 from hpcrl.jobs.train import Train
 from hpcrl.machine.machine_file import Machine, read_machine
 from tests.forecast.time.machines import cpu

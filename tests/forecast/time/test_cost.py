@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.forecast.time.collectives import Group, Network, group_of, interpolated
-from hpcrl.forecast.time.cost import Cost, Units
+from hpcrl.forecast.time.cost import Cost, Group, Network, Units, fitted, group_of, interpolated
 from hpcrl.forecast.time.phases import Timed
 from hpcrl.runtime.layout import Layout
 from tests.forecast.time.machines import cpu, gpu
@@ -64,10 +63,10 @@ def test_a_ring_inside_a_node() -> None:
 
 def test_rings_between_nodes_share_the_links_of_a_node() -> None:
     network = Network.of(gpu())
-    assert network.link(ACROSS).bandwidth == 4e11  # eight network cards, as fast as a link inside
-    assert network.link(Group(16, 1, 8)).bandwidth == 5e10
-    assert Network.of(gpu(node__network=1e11)).link(Group(16, 1, 8)).bandwidth == 1e11 / 8
-    assert Network.of(cpu()).link(Group(4, 2, 4)).bandwidth == 1e9  # one ring
+    assert network.link(ACROSS) == 4e11  # eight network cards, as fast as a link inside
+    assert network.link(Group(16, 1, 8)) == 5e10
+    assert Network.of(gpu(node__network=1e11)).link(Group(16, 1, 8)) == 1e11 / 8
+    assert Network.of(cpu()).link(Group(4, 2, 4)) == 1e9  # one ring
 
 
 def test_a_ring_over_nodes_has_most_of_its_hops_inside_them() -> None:
@@ -96,7 +95,7 @@ def test_measured_groups_are_interpolated() -> None:
     points = ((2, 0.9), (8, 0.6))
     assert [interpolated(points, size) for size in (1, 2, 5, 8, 64)] == pytest.approx([0.9, 0.9, 0.75, 0.6, 0.6])
     slower = Network.of(gpu(links__group={2: 0.5}))
-    assert slower.link(INSIDE).bandwidth == 2e11
+    assert slower.link(INSIDE) == 2e11
 
 
 def test_ranks_without_cores_wait_in_collectives() -> None:
@@ -111,5 +110,6 @@ def test_ranks_without_cores_wait_in_collectives() -> None:
 def test_a_rank_that_waits_needs_no_core() -> None:
     cost = Cost(products=3.0, bubble=1.0)
     assert Timed("update_actor", "actor", "train", (0, 1), cost, 0.5).demand == 0.75 * 0.5
-    assert cost.slowed(0.5) == Cost(products=6.0, bubble=2.0)
-    assert Cost(communication=2.0, memory=1.0).slowed(0.5) == Cost(communication=2.0, memory=2.0)
+    half = cpu(efficiency={"gen": 0.5})
+    assert fitted(cost, half, "gen") == Cost(products=6.0, bubble=2.0) and fitted(cost, half, "adv") == cost
+    assert fitted(Cost(communication=2.0, memory=1.0), half, "gen") == Cost(communication=2.0, memory=2.0)

@@ -25,11 +25,6 @@ def test_moments_are_those_of_all_sequences() -> None:
     assert SOME.cached == pytest.approx(fmean(sum(p + token for token in range(1, r + 1)) for p, r in pairs))
 
 
-def test_those_that_still_run() -> None:
-    assert [SOME.running(tokens) for tokens in (0, 1, 4, 10)] == [1.0, 0.75, 0.25, 0.0]
-    assert sum(SOME.running(tokens) for tokens in range(10)) == SOME.response
-
-
 def test_log_normal() -> None:
     free, cut = (Lengths.log_normal(8, 500, 0.6, longest) for longest in (100_000, 600))
     assert free.response == pytest.approx(500, rel=0.01)

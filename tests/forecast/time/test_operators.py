@@ -12,8 +12,8 @@ import torch
 from hpcrl.config.schema import OptimConfig
 from hpcrl.forecast.memory.meta import fake_rank
 from hpcrl.forecast.memory.state import RoleModel
-from hpcrl.forecast.time.layers import ENGINE, FORWARD, TRAINING, Operators
-from hpcrl.forecast.time.training import OPTIMIZER_OPERATORS
+from hpcrl.forecast.time.passes import ENGINE, FORWARD, TRAINING, Operators
+from hpcrl.forecast.time.samples import OPTIMIZER_OPERATORS
 from hpcrl.machine.measure_rank import CountOperators
 from hpcrl.model.blocks.micro_batch import MicroBatch
 from hpcrl.model.params import Head

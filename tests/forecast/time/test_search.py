@@ -1,10 +1,12 @@
 """The search finds what computing every candidate finds, and what an exact search found before; what it returns fits,
-and can be written and read."""
+and can be written and read. Candidates that the config's rules allow; slices of a run."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,14 +16,25 @@ from typing import Any
 import pytest
 
 from hpcrl.config.loader import load_config
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, JobConfig, seconds_of
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.memory.fixes import tightest
 from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
-from hpcrl.forecast.time.candidates import AXES, GRANULARITY, Space
 from hpcrl.forecast.time.lengths import Lengths
-from hpcrl.forecast.time.search import Result, Search
-from hpcrl.forecast.time.search_command import Asked, describe, differences, nodes_of, write
+from hpcrl.forecast.time.search import AXES, GRANULARITY, Result, Search, Space
+from hpcrl.forecast.time.search_command import (
+    Asked,
+    Division,
+    Slice,
+    clock,
+    describe,
+    differences,
+    divide,
+    nodes_of,
+    order,
+    shortest,
+    write,
+)
 from hpcrl.forecast.time.step import predict
 from hpcrl.forecast.time.table import lengths_of
 from hpcrl.jobs.sft import Sft
@@ -225,3 +238,85 @@ def test_bad_input_is_one_line(job: type[Train], changes: dict[str, object], tex
     with pytest.raises((ConfigError, InputError)) as caught:
         describe(job, str(ROOT / "configs" / "grpo_8b.yaml"), [], argparse.Namespace(**{**options, **changes}))
     assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_layouts_of_a_dense_model() -> None:
+    """Llama 3.1 8B on 16 ranks: 8 query groups, 32 layers, tensor parallelism inside a node."""
+    space = Space(load_config(ROOT / "configs" / "grpo_8b.yaml"), 2, varied=("tp", "pp"))
+    found = {tuple(keys.values())[:2] for keys in space.grids("actor", 16)}
+    assert found == {(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8, 16) if 16 % (tp * pp) == 0}
+    assert [tuple(keys.values())[0] for keys in space.grids("rollout", 16)] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("grpo_8b", 2), ("ppo_70b", 8)])
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "bounded_staleness"])
+def test_placements_are_accepted(name: str, nodes: int, mode: str) -> None:
+    """Of each mode, with every model whole on each rank; rank 0 is in no pool of an asynchronous job."""
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    space = Space(config, nodes, modes=(mode,))
+    placements = list(space.placements())
+    assert len(set(placements)) == len(placements) >= 3
+    whole = {f"placement.{role}.{axis}": 1 for role in space.specs for axis in AXES}
+    for placement in placements:
+        roles = TrainingPlan(with_keys(config, space.joined(placement, [whole]))).derived.roles
+        found = {role: roles[role].ranks for its, _ in placement.sets for role in its}
+        assert found == {role: tuple(ranks) for its, ranks in placement.sets for role in its}
+        assert found.keys() == space.specs.keys()
+        assert mode == "sync" or all(0 not in ranks for ranks in found.values())
+
+
+HOUR = Slice(length=3600.0, setup=300.0, save=60.0, reserve=300.0)  # 3000 s for steps
+
+
+def test_forty_steps_in_slices_of_an_hour() -> None:
+    """17 steps of 170 s, 17 more, and 6 of them after two whole hours: 7200 + 300 + 1020 + 60 s."""
+    assert divide(40, 170.0, HOUR) == Division(slices=3, seconds=8580.0)
+    assert divide(17, 170.0, HOUR) == Division(1, 300.0 + 17 * 170.0 + 60.0)
+    assert divide(3, 1000.0, HOUR) == Division(1, 3360.0)  # the third ends where the reserve begins
+    assert divide(1, 3001.0, HOUR) is None
+
+
+def test_a_run_with_a_longer_step_takes_longer() -> None:
+    drawn = random.Random(0)
+    for _ in range(300):
+        its = replace(HOUR, setup=drawn.uniform(0, 900), save=drawn.uniform(0, 300))
+        count, (short, long) = drawn.randint(1, 200), sorted(drawn.uniform(5, 1000) for _ in range(2))
+        first, second = divide(count, short, its), divide(count, long, its)
+        assert first is not None and second is not None and first.seconds <= second.seconds
+
+
+def test_the_best_number_of_nodes() -> None:
+    """Twice the nodes, 0.6 of the step's time: 17, 29, 49 and 81 steps end within an hour."""
+    step = {1: 170.0, 2: 102.0, 4: 61.2, 8: 36.72}
+
+    def best(steps: int | None) -> int:
+        return min(step, key=lambda nodes: order(nodes, steps, step[nodes], HOUR))
+
+    assert [best(steps) for steps in (10, 17, 18, 40, 81)] == [1, 1, 2, 4, 8]
+    assert best(500) == best(None) == 8  # the most steps
+    assert min((4, 8), key=lambda nodes: order(nodes, 500, 900.0, HOUR)) == 4  # as many on either
+    assert min((1, 2), key=lambda nodes: order(nodes, 5, 8000.0 / nodes, HOUR)) == 2  # none ends
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        (None, 300 + 40 * 170 + 300),
+        (7400, 300 + 40 * 170 + 300),
+        (3600, 300 + 14 * 170 + 300),  # three slices, of 14, 14 and 12 steps
+        (769, None),
+    ],
+)
+def test_the_shortest_wall_time(limit: float | None, seconds: float | None) -> None:
+    found = shortest(40, 170.0, HOUR, limit)
+    assert found == seconds
+    if found is not None and limit is not None:
+        division, at_limit = (divide(40, 170.0, replace(HOUR, length=length)) for length in (found, limit))
+        assert division is not None and at_limit is not None and division.slices == at_limit.slices
+
+
+def test_clock() -> None:
+    assert [clock(seconds) for seconds in (1, 3600, 3601, 93784)] == ["00:01:00", "01:00:00", "01:01:00", "1-02:04:00"]
+    assert clock(3570.0, 3590.0) == "00:59:50"  # at most the limit
+    for seconds in (60, 86400, 123456):
+        assert seconds_of(JobConfig(time=clock(seconds)).time) == 60 * math.ceil(seconds / 60)

@@ -14,7 +14,7 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.memory.memory import TrainingPlan, with_keys
 from hpcrl.forecast.memory.state import checkpoint_bytes
-from hpcrl.forecast.time.collectives import refit_shares
+from hpcrl.forecast.time.cost import refit_shares
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.phases import JobTimes
 from hpcrl.forecast.time.step import Prediction, predict
@@ -154,14 +154,14 @@ def test_a_refit_moves_what_the_planner_moves(name: str, changes: dict[str, Any]
     times = JobTimes(job, machine_of(job), lengths_of(job))
     source, destination = job.layouts["actor"], job.layouts["rollout"]
     shares = refit_shares(source, destination, times.stage_shares(), times.ranks_per_node)
-    traffic = job.refit.resharding.traffic().values()
+    traffic = job.refit.traffic().values()
     whole = times.engine_bytes
     received = max(share.near + share.far for share in shares) * whole
     assert received == pytest.approx(max(it.received for it in traffic), rel=0.05)
     assert max(it.copied for it in shares) * whole == pytest.approx(max(it.copied for it in traffic), rel=0.05)
     sent = sum(it.sent for it in traffic) / source.size
     assert max(it.sent for it in shares) * whole == pytest.approx(sent, rel=0.05)
-    cross = job.refit.resharding.cross_node_bytes()
+    cross = job.refit.cross_node_bytes()
     assert (max(it.far for it in shares) > 0) == (cross > 0)
 
 

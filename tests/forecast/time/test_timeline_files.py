@@ -11,7 +11,7 @@ import pytest
 
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.time.step import Span
-from hpcrl.forecast.time.table import Track, ends_of_steps, lines_of, rows_of, tracks
+from hpcrl.forecast.time.table import ends_of_steps, lines_of, rows_of, tracks
 from hpcrl.machine.machine_file import Machine
 from hpcrl.runtime.exits import InputError
 from tests.forecast.time.machines import cpu
@@ -24,10 +24,10 @@ def test_ranks_that_do_the_same_share_a_track() -> None:
         Span("gen/2", (2,), 1, 3),
         Span("x", (0, 1), 1, 2),
     )
-    assert tracks([both, Span("none", (0, 1, 2), 1, 1), engine, trainer]) == [
-        Track((0, 1), [both, trainer]),
-        Track((2,), [both, engine]),
-    ]
+    assert tracks([both, Span("none", (0, 1, 2), 1, 1), engine, trainer]) == {
+        (0, 1): [both, trainer],
+        (2,): [both, engine],
+    }
 
 
 def test_a_row_for_each_role() -> None:

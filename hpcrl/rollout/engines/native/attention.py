@@ -9,6 +9,7 @@ value_dim). Products of queries and keys are divided by sqrt(key_dim).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -76,10 +77,10 @@ class PagedAttention(CachedAttention):
 
     All int32: `blocks` holds the rows' blocks, from place `starts` (n,) on, at most `width` each; `cached` (n,) are the
     rows' cached tokens. `rows` (n,) are those of the running batch; from place `num_rows` (1,) on they repeat the first
-    one, and compute and store the same numbers.
+    one, and compute and store the same numbers. `rope_positions`, those of the rotary embedding, are `cached` unless
+    given: (n,), or (3, n) in time, height and width. It also stores the new tokens.
     """
 
-    new: PagedTokens
     takes_product = True
 
     def __init__(
@@ -94,8 +95,9 @@ class PagedAttention(CachedAttention):
         rope_positions: Tensor | None = None,
     ) -> None:
         self._cache, self._rows = cache, rows
+        self.rope_positions = cached if rope_positions is None else rope_positions
         self._of_kind: dict[CachedHeads, PagedRows] = {}
-        places = {}
+        self._places: dict[CachedHeads, tuple[Tensor, Tensor]] = {}
         for heads in cache.layout.heads:
             if heads.window is None:
                 found, begins, most, length = blocks, starts, width, cached + 1
@@ -108,11 +110,10 @@ class PagedAttention(CachedAttention):
                 length = (cached + 1).clamp(max=heads.window)
             of_tokens = found.index_select(0, begins + place // cache.block_size)
             # int64, to which every write would convert them
-            places[heads] = of_tokens.long(), (place % cache.block_size).long()
+            self._places[heads] = of_tokens.long(), (place % cache.block_size).long()
             cut = Cut.of(heads.groups, heads.queries, heads.value_dim)
             some = cache[cache.layout.heads[heads][0]].keys
             self._of_kind[heads] = PagedRows.of(some, found, begins, length, most, cut, num_rows)
-        self.new = PagedTokens(cache, cached, places, rope_positions)
 
     @staticmethod
     def fits(layout: CacheLayout, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -121,13 +122,20 @@ class PagedAttention(CachedAttention):
         caches = KVCache(one, 1, block_size, 1, dtype, device)
         return all(is_fused(*caches[layer][1:]) for layer in range(len(one.layers)))
 
+    @property
+    def new(self) -> PagedAttention:  # type: ignore[override]
+        return self  # not kept, which would be a cycle with tensors of the device
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self._cache.write(layer, self._places[self._cache[layer].heads], keys, values)
+
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self.new.store(layer, keys, values)
+        self.store(layer, keys, values)
         return self._attend(layer, queries)
 
     def of_product(self, layer: int, mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor) -> Tensor:
         heads, keys, values = self._cache[layer]
-        slots = CacheSlots(keys, values, *self.new.places[heads])
+        slots = CacheSlots(keys, values, *self._places[heads])
         return self._attend(layer, store_heads(mixed, weights, cos, sin, slots))
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
@@ -144,43 +152,21 @@ class PagedAttention(CachedAttention):
         return decode_attention(queries, keys, values, self._of_kind[heads], scale=queries.size(-1) ** -0.5)
 
 
-class PagedTokens:
-    """One new token of each row: integers `positions` (n,) in their sequences, and `places` in the cache by what a
-    layer caches, as its `places` returns them.
-
-    `rope_positions`, those of the rotary embedding, are the same as `positions` unless given: (n,), or (3, n) in time,
-    height and width.
-    """
-
-    def __init__(
-        self,
-        cache: KVCache,
-        positions: Tensor,
-        places: dict[CachedHeads, tuple[Tensor, Tensor]],
-        rope_positions: Tensor | None = None,
-    ) -> None:
-        self.cache, self.positions, self.places = cache, positions, places
-        self.rope_positions = positions if rope_positions is None else rope_positions
-
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.cache.write(layer, self.places[self.cache[layer].heads], keys, values)
-
-
+@dataclass(eq=False)
 class NewTokens:
     """The tokens of one call, flat (n,): `lengths` tokens of each of `rows`, after `starts` tokens that are cached.
 
     All int64 (sequences,), on the host. Rows have their blocks already. `positions` (n,) are on the device.
     """
 
-    def __init__(
-        self,
-        cache: KVCache | RowCache,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        rope_positions: np.ndarray | None = None,
-    ) -> None:
-        self.cache, self.rows, self.starts, self.lengths = cache, rows, starts, lengths
+    cache: KVCache | RowCache
+    rows: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    own_rope_positions: np.ndarray | None = None  # (n,), or (3, n) in time, height and width
+
+    def __post_init__(self) -> None:
+        cache, rows, starts, lengths, own = self.cache, self.rows, self.starts, self.lengths, self.own_rope_positions
         if lengths.max() == 1:
             self._positions, self._row_of = starts, rows
         else:
@@ -188,8 +174,7 @@ class NewTokens:
             self._row_of = rows.repeat(lengths)
             self._positions = np.arange(ends[-1]) - (ends - lengths - starts).repeat(lengths)
         self.positions = torch.from_numpy(self._positions).to(cache.device)
-        own = None if rope_positions is None else torch.from_numpy(rope_positions).to(cache.device)
-        self.rope_positions = self.positions if own is None else own
+        self.rope_positions = self.positions if own is None else torch.from_numpy(own).to(cache.device)
         self._places: dict[CachedHeads, tuple[tuple[Tensor, ...], Tensor | None]] = {}
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:

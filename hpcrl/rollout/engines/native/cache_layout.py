@@ -92,19 +92,5 @@ def max_kv_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: i
     return CacheLayout.of(shape, tp_size, max_model_len).most_bytes(itemsize, max_num_seqs, max_model_len)
 
 
-def kv_cache_bytes(
-    shape: ModelShape,
-    tp_size: int,
-    itemsize: int,
-    *,
-    max_num_seqs: int,
-    max_model_len: int,
-    free_bytes: int,
-    utilization: float,
-) -> int:
-    """Return the size of a rank's KV cache: `utilization` of the free memory, at most what the job can use."""
-    return min(int(free_bytes * utilization), max_kv_bytes(shape, tp_size, itemsize, max_num_seqs, max_model_len))
-
-
 def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)

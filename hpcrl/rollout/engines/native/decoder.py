@@ -199,22 +199,12 @@ class Decoder:
 
         Appends the experts of each MoE layer, int64 (n, topk), to `chosen`.
         """
-        hidden = self._run(token_ids, attention, chosen, cache_only=False)
+        hidden = self.run(token_ids, attention, chosen, cache_only=False)
         if hidden.device.type == "cuda":
             return product(hidden, self._head.T)  # in fp32, as in training
         return self._linear(hidden, self._head)
 
-    def fill(
-        self,
-        token_ids: Tensor,
-        attention: CachedAttention,
-        chosen: list[Tensor] | None = None,
-        features: TokenFeatures | None = None,
-    ) -> None:
-        """Write keys and values of `token_ids` into the cache, and their experts into `chosen`."""
-        self._run(token_ids, attention, chosen, features, cache_only=True)
-
-    def _run(
+    def run(
         self,
         token_ids: Tensor,
         attention: CachedAttention,
@@ -223,7 +213,8 @@ class Decoder:
         *,
         cache_only: bool,
     ) -> Tensor:
-        """Return the head's input (n, hidden). With `cache_only` it stops as soon as the cache is written."""
+        """Write keys and values of `token_ids` into the cache, and their experts into `chosen`. Return the head's input
+        (n, hidden); with `cache_only` it stops as soon as the cache is written."""
         rotate = self._rotation(attention.new.rope_positions, self._shape)
         hidden = self._embed(token_ids)
         if features is not None:

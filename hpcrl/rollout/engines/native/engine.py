@@ -22,7 +22,7 @@ from hpcrl.rollout.engines.native.generate_call import GenerateCall, RowCall
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.paged_decode import PagedCall, PagedDecode
 from hpcrl.rollout.engines.native.row_cache import RowCache
-from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
+from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat, completed
 
 CPU = torch.device("cpu")
 
@@ -156,21 +156,6 @@ class NativeEngine:
         generation = self._begin(sampling, seed, step, on_finished=on_finished)
         self._generating = True
         try:
-            generation.add(requests)
-            while should_abort is None or not should_abort():
-                if source is not None:
-                    more = source.take(idle=not generation.has_work)
-                    if more is None:
-                        source = None
-                    else:
-                        generation.add(more)
-                if generation.has_work:
-                    generation.step()
-                    if on_step is not None:
-                        on_step()
-                elif source is None:
-                    break
-            generation.abort()
+            return completed(generation, requests, source, on_step, should_abort)
         finally:
             self._generating = False
-        return [generation.completions[index] for index in range(len(generation.completions))]

@@ -109,7 +109,7 @@ class GenerateCall:
 
     @property
     def has_work(self) -> bool:
-        return self._batch.num_rows > 0 or self._scheduler.has_waiting
+        return self._batch.num_rows > 0 or bool(self._scheduler.waiting)
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests, numbered in their order; those with equal contexts are a group."""
@@ -122,7 +122,7 @@ class GenerateCall:
                 whole = blake2b(context.tobytes() + pictures.tobytes(), digest_size=16).digest()
                 group = self._groups.setdefault(whole, index)
             limit, sample = request.num_to_draw(self.sampling), request.sample_index
-            self._scheduler.add([Sequence(index, context, key, sample, first, limit, group, request.pictures)])
+            self._scheduler.waiting.append(Sequence(index, context, key, sample, first, limit, group, request.pictures))
             self._num_requests += 1
 
     def step(self) -> None:
@@ -147,7 +147,7 @@ class GenerateCall:
         """End all sequences."""
         self._read()
         running, _ = self._batch.remove(np.arange(self._batch.num_rows))
-        for sequence in [*running, *self._scheduler.take_all()]:
+        for sequence in [*running, *self._scheduler.waiting]:
             self.completions[sequence.index] = sequence.completion("abort")
 
     def _prefill(self, admission: Admission) -> None:
@@ -186,7 +186,7 @@ class GenerateCall:
 
     def _save_snapshots(self, rows: np.ndarray, admission: Admission) -> None:
         """Save what further sequences of the groups in `rows` start from: it is overwritten by the next tokens."""
-        wanted = self._scheduler.waiting_groups() | {sequence.group for sequence in admission.joined}
+        wanted = {sequence.group for sequence in (*self._scheduler.waiting, *admission.joined)}
         self._snapshots = {group: saved for group, saved in self._snapshots.items() if group in wanted}
         for row, sequence in zip(rows, admission.prefilled, strict=True):
             if sequence.group in wanted and not sequence.drawn:
@@ -211,7 +211,8 @@ class GenerateCall:
         chosen: list[torch.Tensor] | None = [] if self._records else None
         device = self.cache.device
         features = tokens.token_features(self.cache.dtype, device)
-        self.decoder.fill(torch.from_numpy(tokens.ids).to(device), attention, chosen, features)
+        token_ids = torch.from_numpy(tokens.ids).to(device)
+        self.decoder.run(token_ids, attention, chosen, features, cache_only=True)
         return _experts(chosen)
 
     def _preempt(self) -> None:

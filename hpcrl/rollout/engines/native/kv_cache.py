@@ -113,28 +113,6 @@ class BlockPool(BlockBudget):
         self.row_of[: self.extent] = new_row[self.row_of[: self.extent] + 1]
 
 
-class RowStates:
-    """The states of recurrent layers: by layer, fp32 tensors with a row of the running batch as their first index."""
-
-    def __init__(self, layout: CacheLayout, num_rows: int, device: torch.device) -> None:
-        self._of_layer = {
-            layer: tuple(torch.zeros(num_rows, *size, device=device) for size in state.sizes)
-            for layer, state in layout.states.items()
-        }
-
-    def __getitem__(self, layer: int) -> tuple[Tensor, ...]:
-        return self._of_layer[layer]
-
-    def tensors(self) -> Iterator[Tensor]:
-        for tensors in self._of_layer.values():
-            yield from tensors
-
-    def reorder(self, order: np.ndarray) -> None:
-        """Make row `order[i]` row i, for int64 (n,), a permutation of the first n rows."""
-        for tensor in self.tensors():
-            tensor[: len(order)] = tensor[torch.from_numpy(order).to(tensor.device)]
-
-
 class Plane(NamedTuple):
     """Keys and values of the layers that cache the same; `values` may be a view of `keys`."""
 
@@ -168,10 +146,6 @@ class LayeredCache:
     def __post_init__(self) -> None:
         self.allocate()
 
-    @property
-    def is_allocated(self) -> bool:
-        return self._is_allocated
-
     def allocate(self) -> None:
         self.planes = [self._plane(*kind) for kind in self.layout.heads.items()]
         self._of_layer = {
@@ -179,13 +153,17 @@ class LayeredCache:
             for plane in self.planes
             for place, layer in enumerate(plane.layers)
         }
-        self.states = RowStates(self.layout, self.num_rows, self.device)
-        self._is_allocated = True
+        zeros = partial(torch.zeros, device=self.device)
+        # Of recurrent layers: fp32, with a row of the running batch as their first index.
+        self.states = {
+            layer: tuple(zeros(self.num_rows, *size) for size in state.sizes)
+            for layer, state in self.layout.states.items()
+        }
+        self.is_allocated = True
         self.clear()
 
     def release(self) -> None:
-        self.planes, self._of_layer, self._is_allocated = list[Plane](), {}, False
-        self.states = RowStates(CacheLayout(()), 0, self.device)
+        self.planes, self._of_layer, self.states, self.is_allocated = list[Plane](), {}, {}, False
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self._of_layer[layer]
@@ -207,7 +185,7 @@ class LayeredCache:
         for plane in self.planes:
             if plane.heads.window is not None:
                 yield from (tensor[:, self._ring(plane.heads, row)] for tensor in plane.owned)
-        yield from (tensor[row] for tensor in self.states.tensors())
+        yield from (tensor[row] for tensors in self.states.values() for tensor in tensors)
 
     def clear(self) -> None:
         """Free all rows."""

@@ -118,20 +118,6 @@ def graph_size(rows: int) -> int:
     return -(-rows // GRAPH_SIZE_STEP) * GRAPH_SIZE_STEP
 
 
-class _GraphKey(NamedTuple):
-    """What a graph depends on."""
-
-    size: int
-    temperature: float
-    top_k: int
-    top_p: float
-
-
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    results: Tensor
-
-
 class DecodeGraphs:
     """CUDA graphs of `run`, the decode step of a number of rows, which replace hundreds of launches by one.
 
@@ -143,7 +129,7 @@ class DecodeGraphs:
 
     def __init__(self, run: Callable[[int, SamplingParams], Tensor], state: Tensor) -> None:
         self._run, self._state = run, state
-        self._graphs: dict[_GraphKey, _Graph] = {}
+        self._graphs: dict[tuple[float, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # with its results
         self._pool = torch.cuda.graph_pool_handle()
         # Shared by all captures, because cuBLAS keeps a workspace of 32 MiB per stream.
         self._stream = torch.cuda.Stream()
@@ -159,14 +145,14 @@ class DecodeGraphs:
 
     def __call__(self, size: int, sampling: SamplingParams) -> Tensor:
         """Return what `run` returns; the next call overwrites it."""
-        key = _GraphKey(size, sampling.temperature, sampling.top_k, sampling.top_p)
+        key = size, sampling.temperature, sampling.top_k, sampling.top_p
         if key not in self._graphs:
             self._graphs[key] = self._capture(size, sampling)
-        graph = self._graphs[key]
-        graph.graph.replay()
-        return graph.results
+        graph, results = self._graphs[key]
+        graph.replay()
+        return results
 
-    def _capture(self, size: int, sampling: SamplingParams) -> _Graph:
+    def _capture(self, size: int, sampling: SamplingParams) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         # A warm-up run outside the capture compiles kernels and creates communicators.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -178,16 +164,7 @@ class DecodeGraphs:
         # Graphs run one at a time, so they can share memory. thread_local: other threads may call CUDA.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             results = self._run(size, sampling)
-        return _Graph(graph, results)
-
-
-class Drawn(NamedTuple):
-    """By row of the running batch: tokens int32 (rows,), their log-probs fp32 (rows,), and the experts of the tokens
-    that were run int16 (rows, layers x topk), or (rows, 0) if they are not recorded."""
-
-    token_ids: np.ndarray
-    log_probs: np.ndarray
-    experts: np.ndarray
+        return graph, results
 
 
 class StepInFlight:
@@ -208,12 +185,14 @@ class StepInFlight:
         self._places[moves.targets] = self._places[moves.sources]
         self._places = self._places[:num_rows]
 
-    def wait(self) -> Drawn:
-        """Return the results when the step has ended."""
+    def wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the results when the step has ended, by row of the running batch: tokens int32 (rows,), their
+        log-probs fp32 (rows,), and the experts of the tokens that were run int16 (rows, layers x topk), or (rows, 0) if
+        they are not recorded."""
         if self._ready is not None:
             self._ready.synchronize()
         results = self._results.numpy()[:, self._places]
-        return Drawn(results[0], results[1].view(np.float32), results[2:].T.astype(np.int16))
+        return results[0], results[1].view(np.float32), results[2:].T.astype(np.int16)
 
 
 class PagedDecode:
@@ -335,7 +314,7 @@ class PagedCall(GenerateCall):
         """Append the tokens of `step` to its rows, and finish sequences."""
         if not self._batch.num_rows:
             return
-        drawn = step.wait()
-        check_finite(bool(np.isfinite(drawn.log_probs).all()))
-        self._batch.append(*drawn)
+        token_ids, log_probs, experts = step.wait()
+        check_finite(bool(np.isfinite(log_probs).all()))
+        self._batch.append(token_ids, log_probs, experts)
         self._finish()

@@ -142,7 +142,8 @@ class RowCache(LayeredCache):
                     else:
                         used = tensor[layer, : len(order), :, : of_rows.max(initial=0)]
                         used.copy_(used[torch.from_numpy(order)])
-        self.states.reorder(order)
+        for state in (tensor for tensors in self.states.values() for tensor in tensors):
+            state[: len(order)] = state[torch.from_numpy(order)]
         self.pool.count_of[: len(order)] = self.pool.count_of[order]
 
     def _reorder_within_budget(self, plane: Tensor, layer: int, order: np.ndarray, num_tokens: np.ndarray) -> None:

@@ -70,9 +70,6 @@ class Admission:
     prefilled: list[Sequence] = field(default_factory=list)
     joined: list[Sequence] = field(default_factory=list)
 
-    def __len__(self) -> int:
-        return len(self.prefilled) + len(self.joined)
-
 
 class Scheduler:
     """First come, first served; preempted sequences come before those that have not started.
@@ -86,32 +83,17 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._block_size = block_size
-        self._waiting: deque[Sequence] = deque()
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
-
-    def waiting_groups(self) -> set[int]:
-        return {sequence.group for sequence in self._waiting}
-
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        self._waiting.extend(sequences)
+        self.waiting: deque[Sequence] = deque()
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:
         """Requeue preempted sequences at the front, the one that started first before the others."""
-        self._waiting.extendleft(reversed(list(sequences)))
-
-    def take_all(self) -> list[Sequence]:
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        return waiting
+        self.waiting.extendleft(reversed(list(sequences)))
 
     def can_admit(self, num_running: int, num_free_blocks: int) -> bool:
         """Whether `schedule` returns a sequence."""
-        if not self._waiting or num_running >= self._max_num_seqs:
+        if not self.waiting or num_running >= self._max_num_seqs:
             return False
-        return num_free_blocks - self._num_blocks(self._waiting[0]) >= num_running
+        return num_free_blocks - self._num_blocks(self.waiting[0]) >= num_running
 
     def _num_blocks(self, sequence: Sequence) -> int:
         """Return how many blocks `sequence` needs to join."""
@@ -120,8 +102,8 @@ class Scheduler:
     def schedule(self, running_groups: set[int], num_running: int, num_free_blocks: int) -> Admission:
         """Return the sequences that can join `num_running` sequences with contexts `running_groups`."""
         admission, groups, longest = Admission(), set(running_groups), 0
-        while self._waiting and num_running < self._max_num_seqs:
-            sequence = self._waiting[0]
+        while self.waiting and num_running < self._max_num_seqs:
+            sequence = self.waiting[0]
             tokens = sequence.num_to_cache
             num_free_blocks -= self._num_blocks(sequence)
             if num_free_blocks < num_running:
@@ -135,7 +117,7 @@ class Scheduler:
                     break
                 admission.prefilled.append(sequence)
                 groups.add(sequence.group)
-            self._waiting.popleft()
+            self.waiting.popleft()
             num_running += 1
         return admission
 
@@ -172,11 +154,6 @@ class RunningBatch:
     def rows(self) -> slice:
         return slice(0, self.num_rows)
 
-    @property
-    def positions(self) -> np.ndarray:
-        """Response positions of the next token of each row, int64 (rows,)."""
-        return self.first_positions[self.rows] + self.num_drawn[self.rows]
-
     def uniforms(self, trainer_step: int) -> np.ndarray:
         """Return the random numbers of the next token of each row, as `hpcrl.rollout.sampling.uniforms`.
 
@@ -185,7 +162,8 @@ class RunningBatch:
         rows = self.rows
         if self._next_ahead == self._num_ahead:
             self._num_ahead, self._next_ahead = min(max(1, 2 * self._num_ahead), MOST_AHEAD), 0
-            positions = self.positions[:, None] + np.arange(self._num_ahead)
+            following = self.first_positions[rows] + self.num_drawn[rows]  # in the response
+            positions = following[:, None] + np.arange(self._num_ahead)
             of_row = self.keys[rows], self.sample_indices[rows]
             keys, sample_indices = (part.repeat(self._num_ahead, 0) for part in of_row)
             drawn = uniforms(keys, positions.ravel(), sample_indices, trainer_step)

@@ -30,7 +30,7 @@ from hpcrl.rollout.engines.tensorrt_llm.arguments import (
     sampling_arguments,
 )
 from hpcrl.rollout.engines.tensorrt_llm.worker import TrtllmWorker, buffers
-from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
+from hpcrl.rollout.protocol import Completion, Request, SamplingParams, WeightFormat, completed
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -56,57 +56,32 @@ class GenerateCall:
     share: Callable[[Any], Any]
     sampling: SamplingParams
     seed: int
-    step: int
+    trainer_step: int
     max_in_flight: int
     max_model_len: int
     vocab_size: int
+    on_finished: Callable[[int, Completion], None] | None = None
+    completions: dict[int, Completion] = field(default_factory=dict, init=False)
     _requests: list[Request] = field(default_factory=list, init=False)
     _inputs: list[list[int]] = field(default_factory=list, init=False)
     _waiting: deque[int] = field(default_factory=deque, init=False)
     _in_flight: dict[int, Any] = field(default_factory=dict, init=False)  # on the first rank only
-    _completions: dict[int, Completion] = field(default_factory=dict, init=False)
-
-    def run(
-        self,
-        requests: Sequence[Request],
-        *,
-        source: RequestSource | None = None,
-        on_finished: Callable[[int, Completion], None] | None = None,
-        on_step: Callable[[], None] | None = None,
-        should_abort: Callable[[], bool] | None = None,
-    ) -> list[Completion]:
-        """See RolloutEngine.generate. Collective over the replica."""
-        self._add(requests)
-        while True:
-            if should_abort is not None and should_abort():
-                self._abort(on_finished)
-                break
-            if source is not None:
-                more = source.take(self._num_open == 0)
-                if more is None:
-                    source = None
-                else:
-                    self._add(more)
-            if self._num_open == 0:
-                if source is None:
-                    break
-                continue
-            self._store(self.share(self._advance()), on_finished)
-            if on_step is not None:
-                on_step()
-        return [self._completions[index] for index in range(len(self._requests))]
 
     @property
-    def _num_open(self) -> int:
-        return len(self._requests) - len(self._completions)
+    def has_work(self) -> bool:
+        return len(self.completions) < len(self._requests)
 
-    def _add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[Request]) -> None:
         """Check requests, on every rank alike, before one of them is submitted."""
         for request in requests:
             ids = request.context_ids(self.sampling, self.max_model_len, self.vocab_size)
             self._waiting.append(len(self._requests))
             self._requests.append(request)
             self._inputs.append(ids.tolist())
+
+    def step(self) -> None:
+        """Collective over the replica."""
+        self._store(self.share(self._advance()))
 
     def _advance(self) -> list[tuple[int, Completion]]:
         """On the first rank: submit requests up to the limit, and return those that ended within POLL_SECONDS."""
@@ -115,7 +90,7 @@ class GenerateCall:
         while self._waiting and len(self._in_flight) < self.max_in_flight:
             index = self._waiting.popleft()
             request = self._requests[index]
-            arguments = sampling_arguments(request, self.sampling, seed=self.seed, step=self.step)
+            arguments = sampling_arguments(request, self.sampling, seed=self.seed, step=self.trainer_step)
             self._in_flight[index] = self.server.submit(self._inputs[index], arguments)
         return self._wait(POLL_SECONDS)
 
@@ -134,15 +109,13 @@ class GenerateCall:
                 return ended
             time.sleep(1e-3)
 
-    def _store(
-        self, ended: list[tuple[int, Completion]], on_finished: Callable[[int, Completion], None] | None
-    ) -> None:
+    def _store(self, ended: list[tuple[int, Completion]]) -> None:
         for index, done in ended:
-            self._completions[index] = done
-            if on_finished is not None and done.finish_reason != "abort":
-                on_finished(index, done)
+            self.completions[index] = done
+            if self.on_finished is not None and done.finish_reason != "abort":
+                self.on_finished(index, done)
 
-    def _abort(self, on_finished: Callable[[int, Completion], None] | None) -> None:
+    def abort(self) -> None:
         """Cancel all open requests; those that end by themselves meanwhile keep their reason and are reported."""
         ended: list[tuple[int, Completion]] = []
         if self.server is not None:
@@ -151,10 +124,10 @@ class GenerateCall:
             deadline = time.monotonic() + CANCEL_SECONDS
             while self._in_flight and time.monotonic() < deadline:
                 ended += self._wait(POLL_SECONDS)
-        self._store(self.share(ended), on_finished)
+        self._store(self.share(ended))
         not_started = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort")
         for index in range(len(self._requests)):
-            self._completions.setdefault(index, not_started)
+            self.completions.setdefault(index, not_started)
 
 
 class TrtllmEngine:
@@ -210,8 +183,9 @@ class TrtllmEngine:
         if self._asleep:
             raise RuntimeError("the engine is asleep; call wake() before generate()")
         server = self._worker if self._is_first else None
-        generation = GenerateCall(server, self._share, sampling, seed=seed, step=step, **self._limits)
-        return generation.run(requests, **callbacks)
+        options = {"on_finished": callbacks.pop("on_finished", None), **self._limits}
+        generation = GenerateCall(server, self._share, sampling, seed, step, **options)
+        return completed(generation, requests, **callbacks)
 
     def sleep(self) -> None:
         if not self._can_sleep or self._asleep:

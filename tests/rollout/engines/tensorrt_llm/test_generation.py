@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcrl.rollout.engines.tensorrt_llm.engine import GenerateCall
-from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.rollout.protocol import Completion, Request, SamplingParams, completed
 from tests.rollout.engines.tensorrt_llm.standins import output
 
 
@@ -46,9 +46,13 @@ class Engine:
 def run(engine: Engine, requests: Sequence[Request], max_new_tokens: int = 4, **more: Any) -> list[Completion]:
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     made = GenerateCall(
-        engine, lambda news: news, sampling, seed=0, step=0, max_in_flight=3, max_model_len=16, vocab_size=100
+        *(engine, lambda news: news, sampling, 0, 0),
+        max_in_flight=3,
+        max_model_len=16,
+        vocab_size=100,
+        on_finished=more.pop("on_finished", None),
     )
-    return made.run(requests, **more)
+    return completed(made, requests, **more)
 
 
 REQUESTS = [Request([start], f"p{start}", max_new_tokens=1 + start % 4) for start in range(8)]

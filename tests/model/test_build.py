@@ -1,4 +1,4 @@
-"""What can be known of Transformer Engine without a GPU: that it is left out, and what is refused."""
+"""Layers of Transformer Engine without a GPU: when they are left out, and what is an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from hpcrl.config.schema import TransformerEngineConfig
-from hpcrl.model.blocks.transformer_engine import is_used, use_transformer_engine
+from hpcrl.model.build import use_transformer_engine, uses_transformer_engine
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.megatron_versions import mlp_submodules
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def test_it_is_left_out_without_a_gpu():
     for cfg in (None, TransformerEngineConfig(), TransformerEngineConfig(enable=False)):
-        assert not is_used(cfg, CPU, SHAPE, exact=False)
+        assert not uses_transformer_engine(cfg, CPU, SHAPE, exact=False)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_it_is_left_out_without_a_gpu():
 )
 def test_what_it_is_asked_for_in_vain(settings, message):
     with pytest.raises(InputError, match=message):
-        is_used(TransformerEngineConfig(**settings), CPU, SHAPE, exact=False)
+        uses_transformer_engine(TransformerEngineConfig(**settings), CPU, SHAPE, exact=False)
 
 
 @pytest.mark.parametrize("num_experts", [None, 4])

@@ -1,4 +1,4 @@
-"""Generation against a loop over its decode steps."""
+"""Phases over samples: packing, updates, and generation against a loop over its decode steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,65 @@ from collections import deque
 
 import pytest
 
-from hpcrl.forecast.time.decode import GROUPS, Engine, Work, grouped, occupied, schedule
 from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.samples import (
+    GROUPS,
+    Engine,
+    Optimizer,
+    Passes,
+    Update,
+    Work,
+    forward_cost,
+    generation_cost,
+    grouped,
+    imbalance,
+    occupied,
+    packing,
+    schedule,
+    update_cost,
+)
+from tests.forecast.memory.shapes import SHAPE
 from tests.forecast.time.machines import cpu, gpu
-from tests.forecast.time.test_passes import SHAPE, model
+from tests.forecast.time.test_passes import model
+
+
+def test_packing() -> None:
+    fixed = Lengths.fixed(40, 56)
+    assert packing(fixed, 12, 4 * 96) == 3
+    assert packing(fixed, 13, 5 * 96 - 1) == 4
+    assert packing(fixed, 1000, 4 * 96) == 250
+    varied = Lengths.log_normal(40, 56, 0.8, 300)
+    for count in (16, 256, 1000):
+        found = packing(varied, count, 1024)
+        assert count * varied.mean / 1024 * 0.97 < found < count * varied.mean / 1024 * 1.2 + 2
+
+
+def test_replicas_wait_for_the_one_with_most_tokens() -> None:
+    fixed, varied = Lengths.fixed(10, 90), Lengths.log_normal(10, 90, 1.0, 5000)
+    assert imbalance(Passes(64, 8192, False), fixed, 8) == 1.0
+    assert imbalance(Passes(512, 8192, False), varied, 8) > imbalance(Passes(512, 8192, True), varied, 8) >= 1.0
+    assert imbalance(Passes(8, 8192, True), varied, 8) == pytest.approx((10 + varied.longest(8)) / varied.mean)
+
+
+def test_overlap_of_gradients_hides_what_is_shorter_than_the_backward_pass() -> None:
+    lengths, passes = Lengths.fixed(40, 56), Passes(64, 4 * 96, True)
+    optimizer = Optimizer(12, 12, True, True)
+    slow = gpu(links__inside={"latency": 0.0, "bandwidth": 1e9})
+    built = model(ranks=8, machine=slow)
+    exposed, hidden = (
+        update_cost(built, passes, Update(optimizer, 1, overlaps, overlaps), lengths) for overlaps in (False, True)
+    )
+    assert hidden.communication < exposed.communication
+    numbers = built.numbers[0].all
+    assert exposed.communication == pytest.approx(7 / 8 * (4 + 2) * numbers / 1e9, rel=1e-3)
+    twice = update_cost(built, passes, Update(optimizer, 2, False, False), lengths)
+    assert twice.seconds == pytest.approx(2 * exposed.seconds)
+
+
+def test_more_tokens_take_longer() -> None:
+    built = model(machine=gpu(), ranks=4, layout={"pp": 2, "tp": 2})
+    took = [forward_cost(built, Passes(32, 4096, True), Lengths.fixed(40, n)).seconds for n in range(16, 600, 41)]
+    assert took == sorted(took)
 
 
 def running_by_step(responses: list[int], slots: int) -> list[int]:
@@ -77,10 +132,10 @@ def test_a_prompt_of_a_group_is_prefilled_once() -> None:
     engine, lengths = Engine(model(machine=gpu()), 256), Lengths.fixed(64, 1)
     each, shared = (engine.prefill(prompts, lengths).seconds for prompts in (64, 16))
     assert each == pytest.approx(4 * shared)
-    assert engine.generate(Work(0, 0, 8, 8), lengths).seconds == 0.0
+    assert generation_cost(engine, Work(0, 0, 8, 8), lengths).seconds == 0.0
 
 
 def test_an_engine_that_never_stops_has_no_tail() -> None:
     engine, lengths = Engine(model(machine=gpu()), 4096), Lengths.log_normal(10, 100, 1.0, 4000)
     work = Work(64, 64, 64, 64)
-    assert engine.steadily(work, lengths, 64).seconds < 0.5 * engine.generate(work, lengths).seconds
+    assert engine.steadily(work, lengths, 64).seconds < 0.5 * generation_cost(engine, work, lengths).seconds
