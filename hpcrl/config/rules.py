@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from hpcrl.algorithms.optimizers.optimizer import OPTIMIZERS
+from hpcrl.config.engines import EngineSpec
 from hpcrl.config.placement import PlacedRole
 from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.config.yaml_core import ConfigError
@@ -196,17 +197,16 @@ def check_lora(config: Config) -> None:
         )
 
 
-TENSORRT_LLM_TOP_K = 1024  # its sampler takes larger ones for this, and only warns
-
-
 def check_rollout(config: Config, roles: Mapping[str, PlacedRole]) -> None:
     """ConfigError with one line for the first combination that cannot work; `roles` are those that the job places."""
     _check_sampling(config)
-    if config.rollout.engine == "tensorrt_llm":
-        check_tensorrt_llm(config, roles["rollout"].tp)
+    engine = config.engine
     if config.rollout.exact:
+        if "exact" not in engine.supports:
+            raise ConfigError(f"rollout.exact is for engine=native, and rollout.engine={engine.name}; change one")
         _check_exact(config, roles)
-    _check_router_replay(config)
+    engine.check(config, roles["rollout"].tp)
+    _check_router_replay(config, engine)
     if config.rollout.multi_turn.enable:
         _check_multi_turn(config)
     if config.async_training.mode != "sync":
@@ -236,43 +236,6 @@ def _check_sampling(config: Config) -> None:
         raise ConfigError("rollout.val_kwargs is an empty list; name one way of sampling, such as {temperature: 0}")
 
 
-def check_tensorrt_llm(config: Config, tp: int) -> None:
-    """ConfigError where TensorRT-LLM with tensor parallelism `tp` cannot do what `rollout:` says."""
-    trtllm = config.rollout.trtllm
-    if trtllm.model_dir is None and config.model.path is None:
-        raise ConfigError(
-            "rollout.engine=tensorrt_llm reads config.json of a Hugging Face directory, and rollout.trtllm.model_dir "
-            "is null; name one there"
-        )
-    if trtllm.design == "single_process" and tp > 1:
-        raise ConfigError(
-            f"rollout.trtllm.design=single_process makes replicas of one rank, and placement.rollout.tp={tp}; "
-            "use tp: 1, or design: tp_group"
-        )
-    dtype = config.rollout.dtype or config.model.dtype
-    if dtype != "bfloat16":
-        raise ConfigError(
-            f"rollout.engine=tensorrt_llm is run in bfloat16, and the engine's dtype would be {dtype}; "
-            "set rollout.dtype=bfloat16, or use rollout.engine=native"
-        )
-    if config.rollout.exact:
-        raise ConfigError("rollout.exact is for engine=native, and rollout.engine=tensorrt_llm; change one")
-    if config.rollout.max_num_batched_tokens < config.rollout.max_num_seqs:
-        raise ConfigError(
-            f"rollout.max_num_batched_tokens={config.rollout.max_num_batched_tokens} is less than "
-            f"rollout.max_num_seqs={config.rollout.max_num_seqs}, and TensorRT-LLM decodes all of them in one call; "
-            "raise it, or lower max_num_seqs"
-        )
-    ways = {"rollout": config.rollout.top_k}
-    ways |= {f"rollout.val_kwargs (n={way.n})": way.top_k for way in config.rollout.val_kwargs}
-    for section, top_k in ways.items():
-        if top_k > TENSORRT_LLM_TOP_K:
-            raise ConfigError(
-                f"{section}: top_k={top_k} is more than TensorRT-LLM's sampler keeps; "
-                f"use {TENSORRT_LLM_TOP_K} or less, or -1"
-            )
-
-
 def _check_exact(config: Config, roles: Mapping[str, PlacedRole]) -> None:
     for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
         if dtype not in (None, "float32"):
@@ -285,11 +248,11 @@ def _check_exact(config: Config, roles: Mapping[str, PlacedRole]) -> None:
         )
 
 
-def _check_router_replay(config: Config) -> None:
+def _check_router_replay(config: Config, engine: EngineSpec) -> None:
     mode = config.actor.router_replay.mode
-    if mode == "R3" and config.rollout.engine != "native":
+    if mode == "R3" and "routed_experts" not in engine.supports:
         raise ConfigError(
-            f"actor.router_replay.mode=R3: rollout.engine={config.rollout.engine} does not report the experts of "
+            f"actor.router_replay.mode=R3: rollout.engine={engine.name} does not report the experts of "
             "tokens; use R2, or rollout.engine=native"
         )
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:

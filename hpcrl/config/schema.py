@@ -34,6 +34,7 @@ from hpcrl.algorithms.pf_ppo import PfPpo
 from hpcrl.algorithms.rollout_correction import RolloutCorrection
 from hpcrl.algorithms.surrogate_losses import ActorParameters, PolicyLossParameters
 from hpcrl.algorithms.token_advantages import AlgorithmParameters
+from hpcrl.config.engines import EngineSpec, engine_spec
 from hpcrl.config.paths import Files, NodePath, PathStr, expanded, literal, one_or_several
 from hpcrl.rewards.manager import CustomReward, OverlongBuffer, RewardKwargsParameters, Scoring
 
@@ -515,7 +516,7 @@ class EngineConfig(Section):
 
 
 class RolloutConfig(EngineConfig):
-    engine: Literal["native", "tensorrt_llm"] = Field("native", description="generation engine")
+    engine: str = Field("native", description="generation engine: native, tensorrt_llm, vllm, or a plugin's")
     dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype of the engine; null: model.dtype")
     n: PositiveInt = Field(1, description="samples per prompt")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")
@@ -1014,6 +1015,11 @@ class Config(Section):
     def section(self, name: str) -> Any:
         """The section that a job declares."""
         return getattr(self, name)
+
+    @property
+    def engine(self) -> EngineSpec:
+        """The rollout engine. Raises UnknownName."""
+        return engine_spec(self)
 
     @property
     def dtypes(self) -> set[str]:

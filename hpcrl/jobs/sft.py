@@ -99,7 +99,7 @@ class Sft(SupervisedJob):
             )
         if samples:
             check_algorithms(config, {"reward": config.reward.reward_manager.name})
-        if samples and config.rollout.engine != "native":
+        if samples and "evaluations" not in config.engine.supports:
             raise ConfigError(
                 f"rollout.engine={config.rollout.engine} is not for the evaluations of `hpcrl sft`; "
                 "use rollout.engine=native there, or sft.eval_score=false"

@@ -146,8 +146,8 @@ def check_vision(config: Config, vision: Vision) -> None:
     """Raise InputError if the job has settings that do not work with a vision tower."""
     train = vision.train != "none"
     unsupported = {
-        "rollout.engine=tensorrt_llm with pictures is not supported; use native": (
-            config.rollout.engine == "tensorrt_llm"
+        f"rollout.engine={config.rollout.engine} with pictures is not supported; use native": (
+            "pictures" not in config.engine.supports
         ),
         "rollout.exact=true with pictures is not supported; use false": config.rollout.exact,
         f"model.vision.train={vision.train} with model.lora_rank={config.model.lora_rank}: adapters are all that is "

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from hpcrl.batch.pictures import Picture
 
 FinishReason = Literal["stop", "length", "abort"]
-WeightFormat = Literal["megatron", "tensorrt_llm"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +167,6 @@ class RequestSource(Protocol):
 class RolloutEngine(Protocol):
     """One replica. Its tensor-parallel ranks make the same calls with the same arguments and get the same results."""
 
-    weight_format: WeightFormat  # layout of `weights()`
-
     def weights(self) -> dict[str, Tensor]:
         """Return this rank's shards by name, in buffers that live as long as the engine. Refit writes to them."""
 
@@ -208,6 +205,23 @@ class RolloutEngine(Protocol):
 
     def wake(self) -> None:
         """Allocate that memory again."""
+
+
+class PictureEncoder(Protocol):
+    """An engine that supports pictures."""
+
+    def share(self, grids: np.ndarray) -> list[int]:
+        """Return the numbers of the pictures that this rank encodes of those with these `grids`, int (n, 3)."""
+
+    def encode(
+        self, grids: np.ndarray, patches: Callable[[list[int]], list[np.ndarray]], *, divided: bool = True
+    ) -> list[Tensor]:
+        """Return the vision tower's features of each picture, fp32 (tokens, width) on the CPU. Collective over the
+        tensor-parallel ranks, which divide the pictures, if `divided`.
+
+        grids: int (n, 3), patches in time, height and width. patches: from the numbers of this rank's pictures to fp32
+        (patches, patch width) each.
+        """
 
 
 class Call(Protocol):

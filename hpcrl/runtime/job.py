@@ -93,10 +93,12 @@ def run_spmd(
         commands = getattr(getattr(config, "job", None), "on_event", ()) if stop is not None else ()
         events = prepare_events(run_dir, comm.rank, commands)
         watchdog.start(run_dir, comm.rank, comm.size, status, config.run.watchdog)
+        engine = getattr(config, "engine", None)  # of a job that generates
         world = start_torch(
             comm,
             config.run.c10d_backend,
-            with_tensorrt_llm=getattr(getattr(config, "rollout", None), "engine", None) == "tensorrt_llm",
+            first=getattr(engine, "start", None),
+            expandable_segments=getattr(engine, "expandable_segments", True),
             needs_bfloat16="bfloat16" in getattr(config, "dtypes", ()),
             cpu_bind=config.run.cpu_bind,
             nccl_timeout=config.run.nccl_timeout,

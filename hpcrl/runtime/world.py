@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hpcrl.runtime import exits, gpus, mpi, run_owner
+from hpcrl.runtime import exits, gpus, run_owner
 from hpcrl.runtime.events import Events
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.gpus import rank_threads, select_device
@@ -187,7 +187,8 @@ def start_torch(
     comm: MPI.Intracomm,
     backend: str = "mpi_host",
     *,
-    with_tensorrt_llm: bool = False,
+    first: Callable[[MPI.Intracomm], None] | None = None,
+    expandable_segments: bool = True,
     needs_bfloat16: bool = False,
     cpu_bind: bool = False,
     nccl_timeout: float = 1800.0,
@@ -202,7 +203,8 @@ def start_torch(
             and gloo for host tensors, because a Python process group cannot be one of two backends of a group. Ranks
             that share a GPU, which HPCRL_SHARE_GPU=1 allows for tests, use "mpi_host" for both; it copies device
             tensors through the host.
-        with_tensorrt_llm: import tensorrt_llm on all ranks; `comm` must then span MPI's world.
+        first: called with `comm`, collectively, before torch.distributed starts, to import a library that calls MPI.
+        expandable_segments: CUDA's allocator may use them.
         needs_bfloat16: raise InputError for a GPU without bfloat16.
         cpu_bind: bind the rank, its threads and children to CPUs near its GPU, unless the launcher has bound it.
         nccl_timeout: seconds after which a collective fails, with CUDA.
@@ -224,7 +226,7 @@ def start_torch(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "256")  # of compiled products, 0.6 MiB each; 1024 by default
-    if not with_tensorrt_llm:  # its sleep mode uses memory pools, which torch 2.9 cannot make from such segments
+    if expandable_segments:
         use_expandable_segments(os.environ)
 
     import torch
@@ -244,8 +246,8 @@ def start_torch(
     if device.type == "cpu":
         keep_freed_memory()
         use_onednn()
-    if with_tensorrt_llm:
-        mpi.import_on_all_ranks(comm)
+    if first is not None:
+        first(comm)
     timeout = None
     if shares_gpu:
         backend = "mpi_host"

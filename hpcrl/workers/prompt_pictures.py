@@ -18,8 +18,7 @@ from hpcrl.data.images import ImageProcessor, Source
 from hpcrl.engine.microbatch import tokens_of_towers
 from hpcrl.model.vision import tower_flops
 from hpcrl.observe.record.archive import ArchiveError, PictureFolder
-from hpcrl.rollout.engines.native.engine import NativeEngine
-from hpcrl.rollout.protocol import PromptPicture, Request, ToolPicture
+from hpcrl.rollout.protocol import PictureEncoder, PromptPicture, Request, ToolPicture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +124,7 @@ class PromptPictures:
     shape: of a model with a vision tower. images: decodes what tools return. loaders: of each split.
     """
 
-    engine: NativeEngine
+    engine: PictureEncoder
     shape: ModelShape
     images: ImageProcessor
     cache_bytes: int

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -19,11 +19,10 @@ from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.observe.record.archive import PictureFolder
 from hpcrl.rewards.manager import REWARD_MANAGERS
-from hpcrl.rollout.engines.build import make_engine
-from hpcrl.rollout.engines.native.engine import NativeEngine
+from hpcrl.rollout.engines.engine import engine_of
 from hpcrl.rollout.environments.loop import AgentLoop
 from hpcrl.rollout.environments.turn_handler import turn_columns, turn_metrics, turns_for_scorer
-from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.rollout.protocol import Completion, PictureEncoder, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
@@ -75,14 +74,14 @@ class RolloutWorker(Worker):
             return None
         scorer = _response_scorer(team) if team.inputs.is_scored and world.rank in layout.leaders else None
         shape = team.inputs.shape
-        engine = make_engine(team.groups[role], shape, config, ranks_on_node=world.local_size)
+        engine = engine_of(config).make(team.groups[role], shape, config, ranks_on_node=world.local_size)
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
         pictures = None
-        if isinstance(engine, NativeEngine) and shape.vision is not None:
+        if shape.vision is not None:
             cache, images = int(config.model.vision.cache_gib * 2**30), team.inputs.images
             assert images is not None
-            loaders = team.image_loaders(team.inputs.prompts)
-            pictures = PromptPictures(engine, shape, images, cache, loaders, is_leader=world.rank in layout.leaders)
+            loaders, encoder = team.image_loaders(team.inputs.prompts), cast(PictureEncoder, engine)
+            pictures = PromptPictures(encoder, shape, images, cache, loaders, is_leader=world.rank in layout.leaders)
         prompts = team.inputs.prompts
         return cls(layout, world.rank, engine, config, prompts, shape.softmax_size, scorer, agent, pictures)
 

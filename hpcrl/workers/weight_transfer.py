@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from hpcrl.model.build import DTYPES
 from hpcrl.model.hf_files import ADAPTER_WEIGHTS, peft_shards, plan_files, whole_tensors
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.engines.engine import engine_of
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World, before_mpi_finalize
@@ -55,7 +56,8 @@ class RefitWorker(Worker):
         if refit is None:
             return None
         actor, rollout = workers.get(source), workers.get(target)
-        return cls(layouts[role], team.world.rank, refit, actor, rollout, alias=shares_weights(team.config))  # type: ignore[arg-type]
+        alias = shares_weights(team.config) and "shared_weights" in team.config.engine.supports
+        return cls(layouts[role], team.world.rank, refit, actor, rollout, alias=alias)  # type: ignore[arg-type]
 
     def __init__(
         self,
@@ -91,9 +93,7 @@ def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, r
     """This rank's part of the refit, None where it has neither side. Collective over the world."""
     dtype = DTYPES[config.rollout.dtype or config.model.dtype]
     nodes = tuple(nodes_of(world.comm))
-    target: Literal["tensorrt_llm", "megatron"]
-    target = "tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron"
-    resharding = Resharding(shape, actor, rollout, dtype.itemsize, nodes=nodes, destination_format=target)
+    resharding = Resharding(shape, actor, rollout, dtype.itemsize, nodes=nodes, engine_shards=engine_of(config).layout)
     ranks = sorted({*actor.ranks, *rollout.ranks})
     device_group = dist.new_group(ranks, timeout=world.nccl_timeout) if accelerator.has_nccl() else None
     if world.rank not in ranks:

@@ -16,12 +16,12 @@ from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
 from hpcrl.engine.refit.pieces import (
+    EngineShards,
     ShardGroup,
-    check_tensorrt_llm,
+    engine_shard_groups,
     hugging_face_shard_groups,
     megatron_shard_groups,
     peft_shard_groups,
-    tensorrt_llm_shard_groups,
 )
 from hpcrl.engine.refit.routes import Routes, Transfer
 from hpcrl.model.params import Head, check_layout
@@ -29,7 +29,7 @@ from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 
-Format = Literal["megatron", "tensorrt_llm", "hugging_face", "peft"]
+Format = Literal["megatron", "hugging_face", "peft"]
 
 
 class Move(NamedTuple):
@@ -102,8 +102,9 @@ class Resharding:
     """The input of a plan: a model, the layout of its weights, and the layout they go to.
 
     `itemsize` is the bytes of the destination's dtype. `nodes` is the node of each world rank (None: all ranks share
-    one). `lora`: the adapters of the source; only the format "peft" takes them, and it takes nothing else. Raises
-    InputError if a layout does not fit the model.
+    one). `lora`: the adapters of the source; only the format "peft" takes them, and it takes nothing else.
+    `engine_shards`: the layout of a rollout engine, in place of a format. Raises InputError if a layout does not fit
+    the model.
     """
 
     shape: ModelShape
@@ -114,21 +115,20 @@ class Resharding:
     head: Head = "lm"
     destination_format: Format = "megatron"
     lora: Lora | None = None
+    engine_shards: EngineShards | None = None
 
     def __post_init__(self) -> None:
         check_layout(self.shape, self.source, "placement.actor")
-        if self.destination_format == "megatron":
+        if self.engine_shards is not None:
+            if self.head != "lm":
+                raise InputError(f"the rollout engine has a language-model head, found head={self.head}")
+            if self.destination.pp > 1:
+                raise InputError(
+                    f"the rollout engine has no pipeline, found placement.rollout.pp={self.destination.pp}; use 1"
+                )
+            self.engine_shards(self.shape, 0, self.destination.tp)
+        elif self.destination_format == "megatron":
             check_layout(self.shape, self.destination, "placement.rollout")
-            return
-        if self.destination_format in ("hugging_face", "peft"):
-            return
-        if self.head != "lm":
-            raise InputError(f"rollout.engine=tensorrt_llm has a language-model head, found head={self.head}")
-        if self.destination.pp > 1:
-            raise InputError(
-                f"rollout.engine=tensorrt_llm has no pipeline, found placement.rollout.pp={self.destination.pp}; use 1"
-            )
-        check_tensorrt_llm(self.shape, self.destination.tp)
 
     def plan(self) -> Plan:
         """Return the moves of all ranks."""
@@ -162,8 +162,8 @@ class Resharding:
     @cached_property
     def destination_groups(self) -> list[ShardGroup]:
         """The shards of the destination's ranks, in its format."""
-        if self.destination_format == "tensorrt_llm":
-            return tensorrt_llm_shard_groups(self.shape, self.destination)
+        if self.engine_shards is not None:
+            return engine_shard_groups(self.shape, self.destination, self.engine_shards)
         if self.destination_format == "hugging_face":
             return hugging_face_shard_groups(self.shape, self.destination, self.itemsize)
         if self.destination_format == "peft":

@@ -75,8 +75,7 @@ class Refit:
         source, destination = resharding.source, resharding.destination
         self._ranks = tuple(sorted({*source.ranks, *destination.ranks}))
         self._comm = create_group(comm, self._ranks, TAG)
-        megatron = resharding.destination_format == "megatron"
-        self._same = tuple(part.name for part in resharding.shared(rank)) if megatron else ()
+        self._same = resharding.shared(rank)
         most = SCRATCH_BYTES if platform.device().type == "cpu" else DEVICE_SCRATCH_BYTES
         scratch = min(most, bucket_bytes // 4) if verify != "never" else 0
         self._verifier = Verifier(resharding, self._comm, self._ranks, rank, dtype, scratch)
@@ -107,10 +106,10 @@ class Refit:
 
         Only for roles that take turns. Tensors that are already aliased are skipped.
         """
-        for name in self._same:
-            own, other = source[name], destination[name]
+        for part in self._same:
+            own, other = source[part.name], destination[part.dst_name]
             if own.data_ptr() != other.data_ptr() and (own.dtype, own.device) == (other.dtype, other.device):
-                adopt(name, own)
+                adopt(part.dst_name, own)
 
     @torch.no_grad()
     def run(self, source: Weights, destination: Weights) -> RefitReport:
@@ -124,7 +123,8 @@ class Refit:
         for name, tensor in destination.items():
             if tensor.dtype != self._dtype:
                 raise ValueError(f"engine weight {name} has dtype {tensor.dtype}; the refit has {self._dtype}")
-        aliased = {name for name in self._same if source[name].data_ptr() == destination[name].data_ptr()}
+        same = (part for part in self._same if source[part.name].data_ptr() == destination[part.dst_name].data_ptr())
+        aliased = {part.name for part in same}
         copies = [move for move in self._copies if move.name not in aliased]
         loop = RequestLoop()
         for transport in self._transports:

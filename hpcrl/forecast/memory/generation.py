@@ -15,7 +15,7 @@ from hpcrl.model.blocks.micro_batch import FP32, INT64
 from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision
-from hpcrl.rollout.engines.native.cache_layout import CacheLayout, blocks_for
+from hpcrl.rollout.engines.native.cache_layout import planned_bytes
 from hpcrl.runtime.layout import Layout
 
 MIB, GIB = 2**20, 2**30
@@ -163,17 +163,9 @@ class EngineMemory:
         return sum(math.prod(shard.local_shape) for shard in own) * self.itemsize
 
     def kv_cache(self, capacity: int | None, taken: int) -> int:
-        """Bytes of a native engine's KV cache, in which at least one sequence has to fit. capacity: bytes of the
-        device, of which `taken` have other uses when the engine is built; None: any."""
-        cfg, longest, itemsize = self.cfg, self.longest, self.itemsize
-        if cfg.kv_cache_gib is not None:
-            return int(cfg.kv_cache_gib * GIB)
-        layout = CacheLayout.of(self.shape, self.layout.tp, longest)
-        least = cfg.max_num_seqs * layout.sequence_bytes(itemsize) + blocks_for(longest) * layout.block_bytes(itemsize)
-        most = layout.most_bytes(itemsize, cfg.max_num_seqs, longest)
-        if capacity is None:
-            return most
-        return max(least, min(most, int(max(0, capacity - taken) * cfg.gpu_memory_utilization)))
+        """Return the bytes of a native engine's KV cache; the arguments are those of `planned_bytes`."""
+        tp = self.layout.tp
+        return planned_bytes(self.cfg, self.shape, tp, self.itemsize, self.longest, capacity, taken)
 
     def work(self) -> tuple[int, int]:
         """Return an estimate of two sizes in bytes: the activations of a prefill, and the logits of all running

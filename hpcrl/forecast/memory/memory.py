@@ -25,8 +25,7 @@ from hpcrl.model.architecture import check_longest, check_towers, check_vision
 from hpcrl.model.blocks.block import unsupported
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
-from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, blocks_for
-from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
+from hpcrl.rollout.engines.engine import engine_of
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import ROW_MULTIPLE, Layout
 
@@ -108,14 +107,15 @@ class TrainingPlan:
             role_layout(shape, "rollout", **roles["rollout"].grid),
             ITEMSIZE[config.rollout.dtype or config.model.dtype],
             nodes=tuple(rank // each for rank in range(world_size)),
-            destination_format="tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron",
+            engine_shards=engine_of(config).layout,
         )
 
     @property
     def aliases(self) -> bool:
         """Whether the engine shares weights with the actor instead of having its own."""
         rollout, dtypes = self.config.rollout, (None, self.config.model.dtype)
-        return shares_weights(self.config) and rollout.engine == "native" and rollout.dtype in dtypes
+        can_share = "shared_weights" in self.config.engine.supports
+        return shares_weights(self.config) and can_share and rollout.dtype in dtypes
 
     def shared(self, rank: int) -> int:
         """Bytes of a rank that the engine shares with the actor."""
@@ -373,16 +373,8 @@ class TrainingPlan:
         """Bytes of a rank's KV cache, besides `taken` bytes and the engine's `weights`; at least one sequence has to
         fit."""
         rollout, engine, capacity = self.config.rollout, self.engine, self.capacity
-        if rollout.engine == "native":
-            return engine.kv_cache(capacity, taken)
-        each = BLOCK_SIZE * kv_bytes_per_token(engine.shape, engine.layout.tp, engine.itemsize)
-        least = blocks_for(engine.longest) * each
-        most = rollout.max_num_seqs * least
-        if rollout.kv_cache_gib is not None:
-            return min(int(rollout.kv_cache_gib * GIB), most)
-        if capacity is None:
-            return most
-        return max(least, min(most, int(max(0, capacity - taken - weights) * rollout.gpu_memory_utilization)))
+        sizes = engine.shape, engine.layout.tp, engine.itemsize, engine.longest
+        return engine_of(self.config).cache_bytes(rollout, *sizes, capacity, taken, weights)
 
     def _generation(self) -> tuple[int, int]:
         engine, data = self.engine, self.config.data

@@ -237,7 +237,7 @@ class JobTimes:
         if self.on_gpu and memory is not None:
             capacity = int(min(config.job.gpu_memory_gib, memory) * GIB)
         resident = self._resident() if self.resident_beside is None else self.resident_beside
-        if config.rollout.engine == "tensorrt_llm":
+        if "shared_weights" not in config.engine.supports:
             resident += int(self.engine_bytes / self.engine.model.layout.tp)
         return float(self.job.engine.kv_cache(capacity, resident))
 

@@ -227,7 +227,8 @@ class Probe(TrainingPlan):
             states = least_states(self.models[self.role])
             return states[0], states[-1]
         rollout, mode = self.config.rollout, self.config.async_training.mode
-        shares = rollout.engine == "native" and mode == "sync" and rollout.checkpoint_engine.alias
+        can_share = "shared_weights" in self.config.engine.supports
+        shares = can_share and mode == "sync" and rollout.checkpoint_engine.alias
         whole = whole_numbers(self.refit.shape) * self.refit.itemsize if self.role == "rollout" and not shares else 0
         return (State(whole // self.derived.roles[self.role].tp),) * 2
 

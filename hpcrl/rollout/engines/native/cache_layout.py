@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from hpcrl.model.blocks.block import CachedHeads, CachedState
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import EngineConfig
 
 BLOCK_SIZE = 32  # tokens
 FP32 = 4
@@ -90,6 +94,21 @@ class CacheLayout:
 def max_kv_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: int, max_model_len: int) -> int:
     """Return the bytes of a rank's KV cache if `max_num_seqs` sequences have all grown to `max_model_len` tokens."""
     return CacheLayout.of(shape, tp_size, max_model_len).most_bytes(itemsize, max_num_seqs, max_model_len)
+
+
+def planned_bytes(
+    cfg: EngineConfig, shape: ModelShape, tp: int, itemsize: int, longest: int, capacity: int | None, taken: int
+) -> int:
+    """Return the bytes of a rank's KV cache, in which at least one sequence of `longest` tokens has to fit. capacity:
+    bytes of the device, of which `taken` have other uses when the engine is built; None: any."""
+    if cfg.kv_cache_gib is not None:
+        return int(cfg.kv_cache_gib * 2**30)
+    layout = CacheLayout.of(shape, tp, longest)
+    least = cfg.max_num_seqs * layout.sequence_bytes(itemsize) + blocks_for(longest) * layout.block_bytes(itemsize)
+    most = layout.most_bytes(itemsize, cfg.max_num_seqs, longest)
+    if capacity is None:
+        return most
+    return max(least, min(most, int(max(0, capacity - taken) * cfg.gpu_memory_utilization)))
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -22,7 +22,7 @@ from hpcrl.rollout.engines.native.generate_call import GenerateCall, RowCall
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.paged_decode import PagedCall, PagedDecode
 from hpcrl.rollout.engines.native.row_cache import RowCache
-from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat, completed
+from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, completed
 
 CPU = torch.device("cpu")
 
@@ -34,8 +34,6 @@ class NativeEngine:
     `max_model_len` is the longest prompt plus the longest response. The KV cache takes `kv_cache_bytes` on each rank
     (None: as much as these limits can use); if it is full, sequences wait or are preempted.
     """
-
-    weight_format: WeightFormat = "megatron"
 
     def __init__(
         self,

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.config.rules import TENSORRT_LLM_TOP_K, check_tensorrt_llm
 from hpcrl.config.schema import Config
 from hpcrl.model.families.config_json import CONFIG, read_shape
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.tensorrt_llm.cache_layout import TOKENS_PER_BLOCK, kv_bytes_per_token
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TOP_K, TensorRTLLM
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 
@@ -40,10 +40,9 @@ def request_seed(request: Request, *, seed: int, step: int) -> int:
 
 def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int, step: int) -> dict[str, Any]:
     """Return the keyword arguments for one request. Raises InputError for parameters that 1.2.1 does not support."""
-    if sampling.top_k > TENSORRT_LLM_TOP_K:
+    if sampling.top_k > TOP_K:
         raise InputError(
-            f"top_k={sampling.top_k} is above the limit of TensorRT-LLM's sampler; "
-            f"use {TENSORRT_LLM_TOP_K} or less, or -1 for all"
+            f"top_k={sampling.top_k} is above the limit of TensorRT-LLM's sampler; use {TOP_K} or less, or -1 for all"
         )
     greedy = sampling.temperature == 0
     stops = [] if sampling.ignore_eos else list(sampling.eos_token_ids)
@@ -125,7 +124,7 @@ def engine_arguments(config: Config, shape: ModelShape, tp_size: int) -> dict[st
 
     Raises ConfigError or InputError for settings that this engine does not support.
     """
-    check_tensorrt_llm(config, tp_size)
+    TensorRTLLM().check(config, tp_size)
     rollout = config.rollout
     longest = max_model_len(config)
     return {
@@ -180,7 +179,7 @@ def _kv_cache(config: Config, shape: ModelShape, tp_size: int) -> dict[str, Any]
 
 def model_dir(config: Config) -> Path:
     named = config.rollout.trtllm.model_dir or config.model.path
-    assert named is not None  # check_tensorrt_llm
+    assert named is not None  # TensorRTLLM.check
     return Path(named)
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from torch import Tensor
 
 from hpcrl.config.schema import Config
-from hpcrl.engine.refit.pieces import tensorrt_llm_shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.tensorrt_llm import signatures
 from hpcrl.rollout.engines.tensorrt_llm.arguments import (
@@ -29,8 +28,9 @@ from hpcrl.rollout.engines.tensorrt_llm.arguments import (
     model_dir,
     sampling_arguments,
 )
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TensorRTLLM
 from hpcrl.rollout.engines.tensorrt_llm.worker import TrtllmWorker, buffers
-from hpcrl.rollout.protocol import Completion, Request, SamplingParams, WeightFormat, completed
+from hpcrl.rollout.protocol import Completion, Request, SamplingParams, completed
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -137,8 +137,6 @@ class TrtllmEngine:
     the engine's hang detector keeps counting: `updating_weights` is for the transfer only.
     """
 
-    weight_format: WeightFormat = "tensorrt_llm"
-
     def __init__(
         self,
         worker: TrtllmWorker,
@@ -224,7 +222,7 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
                 f"tensor parallelism only; set {axis}: 1"
             )
     arguments = engine_arguments(config, shape, layout.tp)
-    expected = tensorrt_llm_shards(shape, tp_rank=coord.tp, tp_size=layout.tp)
+    expected = TensorRTLLM().shards(shape, coord.tp, layout.tp)
     check_architecture(model_dir(config), shape)
     if device.type != "cuda":
         raise InputError("rollout.engine=tensorrt_llm needs a GPU, and no GPU is usable; use rollout.engine=native")

@@ -72,8 +72,11 @@ class EngineCore:
             )
             self._engine = LLMEngine.from_engine_args(arguments)
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
-        self._requests: dict[str, Drawn] = {}  # by vLLM's name of a request
+        self._requests: dict[str, Drawn] = {}  # by the name in vLLM's batch
+        self._inside: dict[str, str] = {}  # our name of a request -> that name
         self._number = 0
+        self.sampler: KeyedSampler | None = None
+        self._runner.sampler = _sampler(self, self._runner, self._requests)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield vLLM's own parameters, which the next step reads."""
@@ -83,39 +86,47 @@ class EngineCore:
     def replace(self, name: str, tensor: Tensor) -> None:
         self._runner.model.get_parameter(name).data = tensor
 
-    def begin(self, sampler: KeyedSampler) -> None:
-        """Draw the tokens of the next requests with `sampler`."""
-        self._runner.sampler = _sampler(self._runner, sampler, self._requests)
-
-    def add(self, token_ids: Sequence[int], drawn: Drawn, *, ignore_eos: bool, stop: Sequence[int]) -> str:
-        """Queue a request that draws `drawn.limit` tokens at most, and return its name."""
+    def add(self, token_ids: Sequence[int], drawn: Drawn, stop: Sequence[int]) -> str:
+        """Queue a request that draws `drawn.limit` tokens at most, until one of `stop`, and return its name."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
             max_tokens=drawn.limit,
-            ignore_eos=ignore_eos,
-            stop_token_ids=None if ignore_eos else list(stop),
+            ignore_eos=True,
+            stop_token_ids=list(stop) or None,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         name, self._number = str(self._number), self._number + 1
         inside = self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
-        self._requests[inside if isinstance(inside, str) else name] = drawn
+        self._inside[name] = inside if isinstance(inside, str) else name  # vLLM appends to names since 0.13
+        self._requests[self._inside[name]] = drawn
         return name
 
     def step(self) -> list[tuple[str, int, bool]]:
         """Run one step. Returns the name, the number of tokens, and whether a stop token ended it, of each request that
         has ended."""
         ended = [output for output in self._engine.step() if output.finished]
-        return [
-            (it.request_id, len(it.outputs[0].token_ids), it.outputs[0].finish_reason == "stop") for it in ended
-        ]
+        for output in ended:
+            self._forget(output.request_id)
+        return [(it.request_id, len(it.outputs[0].token_ids), it.outputs[0].finish_reason == "stop") for it in ended]
 
-    def end(self, names: Sequence[str] = ()) -> None:
-        """Cancel requests, and forget all."""
+    def count(self, name: str) -> int:
+        """Return the number of tokens that an open request has drawn."""
+        state = self._runner.requests.get(self._inside[name])
+        return 0 if state is None else len(state.output_token_ids)
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """End open requests without a result."""
         self._engine.abort_request(list(names))
-        self._requests.clear()
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        for name in names:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        del self._requests[self._inside.pop(name)]
 
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
@@ -125,15 +136,16 @@ class EngineCore:
         return list(self._runner.kv_caches)
 
 
-def _sampler(runner: Any, sampler: KeyedSampler, requests: Mapping[str, Drawn]) -> Any:
+def _sampler(core: EngineCore, runner: Any, requests: Mapping[str, Drawn]) -> Any:
     from vllm.v1.outputs import SamplerOutput
     from vllm.v1.sample.sampler import Sampler
 
     class Keyed(Sampler):
         def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
+            assert core.sampler is not None
             batch, count = runner.input_batch, len(logits)
             rows = [requests[name] for name in batch.req_ids[:count]]
-            token_ids = sampler.draw(logits, rows, [len(ids) for ids in batch.req_output_token_ids[:count]])
+            token_ids = core.sampler.draw(logits, rows, [len(ids) for ids in batch.req_output_token_ids[:count]])
             return SamplerOutput(sampled_token_ids=token_ids.to(torch.int32).unsqueeze(1), logprobs_tensors=None)
 
     return Keyed()

