@@ -23,6 +23,7 @@ from hpcrl.engine.refit.refit import Refit
 from hpcrl.engine.refit.transports import nodes_of
 from hpcrl.model.families.config_json import hf_config
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TensorRTLLM
 from hpcrl.rollout.engines.tensorrt_llm.engine import TrtllmEngine, make_engine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime.groups import make_groups
@@ -68,7 +69,7 @@ class Job:
                 self.layout,
                 2,
                 nodes=tuple(nodes_of(world.comm)),
-                destination_format="tensorrt_llm",
+                engine_shards=TensorRTLLM().shards,
             ),
             world.comm,
             world.rank,

@@ -1,7 +1,6 @@
 """Rollout engines by name, as `rollout.engine` names them: what an engine declares without a model. No torch.
 
-An engine is a folder of hpcrl/rollout/engines with a module `declaration`, or a user's file that `run.plugins` names;
-see `hpcrl.rollout.engines.engine`.
+An engine is a folder of hpcrl/rollout/engines with a module `declaration`; see `hpcrl.rollout.engines.engine`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import hpcrl
-from hpcrl.algorithms.parameters import NoParameters, Registry, parameters_of
+from hpcrl.algorithms.parameters import NoParameters, Registry, UnknownName, parameters_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -70,4 +69,7 @@ def register_engine(name: str, params: type = NoParameters) -> Callable[[Class],
 
 def engine_spec(config: Config) -> EngineSpec:
     """Return the engine that a config names. Raises UnknownName."""
-    return ENGINES.get(config.rollout.engine).engine
+    try:
+        return ENGINES.get(config.rollout.engine).engine
+    except UnknownName as error:
+        raise UnknownName(f"rollout.engine: {error}") from None

@@ -516,7 +516,7 @@ class EngineConfig(Section):
 
 
 class RolloutConfig(EngineConfig):
-    engine: str = Field("native", description="generation engine: native, tensorrt_llm, vllm, or a plugin's")
+    engine: str = Field("native", description="generation engine: native, tensorrt_llm or vllm")
     dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype of the engine; null: model.dtype")
     n: PositiveInt = Field(1, description="samples per prompt")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")

@@ -120,7 +120,7 @@ OF_VERL = {
     "nccl_timeout": "use run.nccl_timeout",
     "hybrid_engine": "roles share ranks where placement.pools says so",
     # rollout
-    "rollout.name": "use rollout.engine: native or tensorrt_llm",
+    "rollout.name": "use rollout.engine: native, vllm or tensorrt_llm",
     "rollout.mode": SERVERS,
     "rollout.{nnodes,n_gpus_per_node,data_parallel_size}": "use placement.rollout.pool, whose ranks are divided by tp",
     "rollout.tensor_model_parallel_size": "use placement.rollout.tp",

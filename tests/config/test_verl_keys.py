@@ -40,7 +40,7 @@ def lines_of(*overrides: str) -> list[str]:
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=3", "use actor.optim.lr_warmup_steps"),
         ("critic.megatron.pipeline_model_parallel_size=2", "use placement.critic.pp"),
         ("actor_rollout_ref.ref.fsdp_config.param_offload=true", "use ref.param_offload"),
-        ("actor_rollout_ref.rollout.name=vllm", "use rollout.engine: native or tensorrt_llm"),
+        ("actor_rollout_ref.rollout.name=vllm", "use rollout.engine: native, vllm or tensorrt_llm"),
         ("rollout.response_length=9", "use data.max_response_length"),
         ("custom_reward_function.path=a.py", "use reward.custom_reward_function.path"),
         ("reward_model.reward_manager=dapo", "use reward.reward_manager.name"),

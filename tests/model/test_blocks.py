@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.engine.refit.pieces import check_tensorrt_llm
 from hpcrl.model.blocks.micro_batch import seen_pairs
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.shape import forward_flops
+from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_tensorrt_llm
 from hpcrl.runtime.exits import InputError
 from tests.rollout.small_model import SHAPE
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpcrl.engine.refit.pieces import check_tensorrt_llm
 from hpcrl.model.exact import check_exact
 from hpcrl.model.families.config_json import hf_config, read_shape, shape_from_hf
 from hpcrl.model.hf_files import Safetensors, differing, hf_shards, open_weights, plan_files, write_beside
@@ -21,6 +20,7 @@ from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.engine import NativeEngine
+from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_tensorrt_llm
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout

@@ -29,6 +29,7 @@ from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.watchdog import format_ranks
 from hpcrl.runtime.world import World
 from tests.covering import covering
+from tests.engine.refit.pairs import TENSORRT_LLM
 from tests.live_bytes import LiveBytes, all_tensors
 from tests.mpi.layouts import SHAPE as TRAINED
 from tests.mpi.layouts import TIED, make_batch, part_of, policy_loss, role_groups
@@ -122,7 +123,7 @@ class Sides:
             destination,
             dtype.itemsize,
             nodes=nodes,
-            destination_format=weight_format,  # type: ignore[arg-type]
+            engine_shards=TENSORRT_LLM.shards if weight_format == "tensorrt_llm" else None,
         )
         self.source_groups, self.groups = self.resharding.source_groups, self.resharding.destination_groups
         self.source = self.trained()

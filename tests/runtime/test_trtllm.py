@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.runtime import mpi
+from hpcrl.rollout.engines.tensorrt_llm import start
+from hpcrl.runtime.exits import InputError
 from tests.preloaded import RANK
 
 REPOSITORY = Path(__file__).parents[2]
@@ -18,20 +19,21 @@ OPEN_MPI = "Open MPI v5.0.6, package: Open MPI root@host Distribution, ident: 5.
 
 JOB = """
 from types import SimpleNamespace
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TensorRTLLM
 from hpcrl.runtime.job import run_spmd
 watchdog = SimpleNamespace(enable=False)
 torch = dict(c10d_backend="gloo", nccl_timeout=60, cpu_bind=True, memory_snapshot=False, full_determinism=False)
 owned = dict(owner_heartbeat_seconds=10.0, group_readable=False)
 run = SimpleNamespace(dir="runs", name="small", watchdog=watchdog, **owned, **torch)
-run_spmd(lambda: SimpleNamespace(run=run, rollout=SimpleNamespace(engine="tensorrt_llm")), lambda world, config: 0)
+run_spmd(lambda: SimpleNamespace(run=run, engine=TensorRTLLM()), lambda world, config: 0)
 """
 
 
 def test_open_mpi_with_threads_alone_will_do() -> None:
-    assert mpi.unsupported_mpi(OPEN_MPI, thread_multiple=True) is None
-    assert "MPI_THREAD_MULTIPLE" in (mpi.unsupported_mpi(OPEN_MPI, thread_multiple=False) or "")
+    assert start.unsupported_mpi(OPEN_MPI, thread_multiple=True) is None
+    assert "MPI_THREAD_MULTIPLE" in (start.unsupported_mpi(OPEN_MPI, thread_multiple=False) or "")
     for library in ("MPICH Version:      5.0.2\nMPICH Release date: ...", "Intel(R) MPI Library 2021.13"):
-        assert "TensorRT-LLM needs Open MPI, and mpi4py found" in (mpi.unsupported_mpi(library, True) or "")
+        assert "TensorRT-LLM needs Open MPI, and mpi4py found" in (start.unsupported_mpi(library, True) or "")
 
 
 def test_a_job_under_mpich_ends_in_one_line_before_anything_hangs(run: Callable, tmp_path: Path) -> None:
@@ -56,9 +58,9 @@ MPI.COMM_WORLD.Split(0)
 @pytest.mark.parametrize("program", ["job", "check"])
 def test_an_import_that_fails_on_one_rank_ends_the_job(run: Callable, tmp_path: Path, program: str) -> None:
     (tmp_path / "tensorrt_llm.py").write_text(LOST)
-    start = {"job": JOB, "check": "from hpcrl.cli import main\nmain(['check', '--trtllm'])\n"}[program]
+    text = {"job": JOB, "check": "from hpcrl.cli import main\nmain(['check', '--trtllm'])\n"}[program]
     (tmp_path / "program.py").write_text(
-        "from hpcrl.runtime import mpi\nmpi.unsupported_mpi = lambda library, thread_multiple: None\n" + start
+        "from hpcrl.rollout.engines.tensorrt_llm import start\nstart.unsupported_mpi = lambda *_: None\n" + text
     )
     ended = run(MPIEXEC, "-n", "3", *RANK, "program.py")
     assert ended.code == 2, ended.stdout + ended.stderr
@@ -91,6 +93,7 @@ def test_a_gpu_check_does_not_pass_where_one_rank_fails(run: Callable, tmp_path:
 CLOSING = """
 from mpi4py import MPI
 from types import SimpleNamespace
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TensorRTLLM
 from hpcrl.runtime.job import run_spmd
 from hpcrl.runtime.world import before_mpi_finalize
 def main(world, config):
@@ -124,11 +127,11 @@ def test_an_import_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "tensorrt_llm.py").write_text("raise OSError('libcuda.so.1: cannot open\\nshared object file')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "tensorrt_llm", raising=False)
-    with pytest.raises(mpi.InputError, match="cannot be imported: OSError: libcuda.so.1: cannot open shared") as caught:
-        mpi.load()
+    with pytest.raises(InputError, match="cannot be imported: OSError: libcuda.so.1: cannot open shared") as caught:
+        start.load()
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(mpi, "PACKAGE", "no_such_package")
-    assert "not installed" in (mpi.missing_package() or "")
+    monkeypatch.setattr(start, "PACKAGE", "no_such_package")
+    assert "not installed" in (start.missing_package() or "")
 
 
 def test_only_the_adapter_imports_the_package() -> None:

@@ -15,7 +15,7 @@ from hpcrl.cli import load_job
 from hpcrl.config.loader import dump_config
 from hpcrl.config.schema import Config, ModelConfig
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.engine.refit.pieces import check_tensorrt_llm
+from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_tensorrt_llm
 from hpcrl.run.job_config import config_of
 from hpcrl.run.start import warn_of_changes
 from hpcrl.runtime.exits import InputError

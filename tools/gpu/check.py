@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn
 
+from hpcrl.config.engines import EngineSpec
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TensorRTLLM
 from hpcrl.runtime.exits import is_user_error
 from hpcrl.runtime.world import (
     World,
@@ -39,7 +41,8 @@ def main(module: str, function: str, *, deterministic: bool = False) -> NoReturn
     comm = start_mpi()
     try:
         set_deterministic_libraries(deterministic)
-        world = start_torch(comm, with_tensorrt_llm="trtllm" in module)
+        engine = TensorRTLLM() if "trtllm" in module else EngineSpec()
+        world = start_torch(comm, first=engine.start, expandable_segments=engine.expandable_segments)
         set_torch_precision(deterministic)
         from hpcrl.runtime import platform  # imports torch
 

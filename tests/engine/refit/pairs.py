@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.model.params import Shard, shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TensorRTLLM
 from hpcrl.runtime.layout import Layout
 
 Tensors = dict[str, np.ndarray]
 PADDING = -1  # elements that no source holds
+
+TENSORRT_LLM = TensorRTLLM()
 
 
 def make_shape(**changes: object) -> ModelShape:
@@ -108,7 +111,7 @@ def _engine_tensors(shape: ModelShape, tp: int, size: int) -> Iterator[tuple[str
 
 
 def destination_tensors(resharding: Resharding) -> dict[int, Tensors]:
-    if resharding.destination_format == "tensorrt_llm":
+    if resharding.engine_shards is not None:
         return tensorrt_llm_tensors(resharding.shape, resharding.destination)
     return megatron_tensors(resharding.shape, resharding.destination)
 
@@ -172,5 +175,5 @@ def reshardings(draw: st.DrawFn, *, largest: int = 16) -> Resharding:
         destination,
         itemsize=8,
         nodes=draw(nodes_of_ranks(1 + max(*source.ranks, *destination.ranks))),
-        destination_format="tensorrt_llm" if to_engine else "megatron",
+        engine_shards=TENSORRT_LLM.shards if to_engine else None,
     )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from hpcrl.engine.refit.pieces import EngineShards
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
@@ -18,6 +19,7 @@ from hpcrl.runtime.layout import Layout
 from tests.engine.refit.flow import least_largest_load
 from tests.engine.refit.pairs import (
     PADDING,
+    TENSORRT_LLM,
     destination_tensors,
     global_tensors,
     make_shape,
@@ -137,7 +139,7 @@ def larger(shape: ModelShape) -> ModelShape:
 @pytest.mark.slow
 def test_the_largest_sender_is_close_to_the_exact_optimum(resharding: Resharding) -> None:
     """Senders may be chosen among the holders on the receiver's node, or else among all."""
-    if resharding.destination_format == "tensorrt_llm":
+    if resharding.engine_shards is not None:
         resharding = Resharding(**vars_of(resharding) | {"shape": replace(resharding.shape, vocab_size=64)})
     masks = holders(resharding)
     tensors = global_tensors(resharding.shape).items()
@@ -166,7 +168,7 @@ def vars_of(resharding: Resharding) -> dict[str, object]:
     return {name: getattr(resharding, name) for name in Resharding.__dataclass_fields__}
 
 
-@pytest.mark.parametrize("destination_format", ["megatron", "tensorrt_llm"])
+@pytest.mark.parametrize("engine_shards", [None, TENSORRT_LLM.shards], ids=["megatron", "tensorrt_llm"])
 @pytest.mark.parametrize(
     ("source", "destination"),
     [
@@ -177,9 +179,11 @@ def vars_of(resharding: Resharding) -> dict[str, object]:
         (Layout(tuple(range(128)), tp=8, pp=2, vpp=4), Layout(tuple(range(64)), tp=2)),
     ],
 )
-def test_replicas_of_a_shard_send_alike(source: Layout, destination: Layout, destination_format: str) -> None:
+def test_replicas_of_a_shard_send_alike(
+    source: Layout, destination: Layout, engine_shards: EngineShards | None
+) -> None:
     nodes = tuple(rank // 8 for rank in range(1 + max(*source.ranks, *destination.ranks)))
-    resharding = Resharding(LLAMA_70B, source, destination, 2, nodes, destination_format=destination_format)  # type: ignore[arg-type]
+    resharding = Resharding(LLAMA_70B, source, destination, 2, nodes, engine_shards=engine_shards)
     traffic = resharding.traffic()
     for replicas in source.groups("cp", "dp"):
         sent = [traffic[rank].sent for rank in replicas]
@@ -236,7 +240,7 @@ def test_only_equal_slices_are_shared() -> None:
     assert shared
     assert all("layernorm" in its.name for its in shared)
     assert Resharding(make_shape(), source, Layout((1, 0), tp=2), itemsize=4).shared(1) == shared
-    engine = Resharding(make_shape(), source, source, itemsize=4, destination_format="tensorrt_llm").shared(1)
+    engine = Resharding(make_shape(), source, source, itemsize=4, engine_shards=TENSORRT_LLM.shards).shared(1)
     names = {its.name: its.dst_name for its in engine}
     assert names["decoder.layers.3.mlp.linear_fc1.weight"] == "model.layers.3.mlp.gate_up_proj.weight"
     assert "decoder.layers.3.self_attention.linear_qkv.weight" not in names
@@ -259,9 +263,9 @@ def test_ranks_of_a_node_get_a_rectangle_from_one_sender() -> None:
         ({"destination": Layout(tuple(range(8)), pp=4, vpp=2)}, r"placement.rollout.vpp\*pp=2\*4"),
         ({"source": Layout((0, 1), vpp=2)}, "vpp=2"),
         ({"source": Layout((0, 1), ep=2)}, "ep=2"),
-        ({"destination": Layout((0, 1), pp=2), "destination_format": "tensorrt_llm"}, "pp=2"),
-        ({"destination": Layout((0, 1, 2), tp=3), "destination_format": "tensorrt_llm"}, "tp=3"),
-        ({"shape": make_shape(num_experts=2, moe_ffn_hidden_size=4), "destination_format": "tensorrt_llm"}, "experts"),
+        ({"destination": Layout((0, 1), pp=2), "engine_shards": TENSORRT_LLM.shards}, "pp=2"),
+        ({"destination": Layout((0, 1, 2), tp=3), "engine_shards": TENSORRT_LLM.shards}, "tp=3"),
+        ({"shape": make_shape(num_experts=2, moe_ffn_hidden_size=4), "engine_shards": TENSORRT_LLM.shards}, "experts"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_one_clear_line(changes: dict[str, object], found: str) -> None:

@@ -29,12 +29,17 @@ VOCABULARY_MULTIPLE = 64  # vLLM pads to it
 def check_model(shape: ModelShape, tp: int) -> None:
     """Raise InputError for a model whose layout in vLLM is not known."""
     for number, layer in enumerate(shape.layers):
-        if not isinstance(layer.attention, Attention) or type(layer.mlp) is not FeedForward or layer.norms != Norms():
-            part = layer.mlp if isinstance(layer.attention, Attention) else layer.attention
-            name = part.title if type(layer.mlp) is not FeedForward else layer.norms.title
-            raise InputError(
-                f"rollout.engine=vllm: its layout of {name} (layer {number}) is not known; use engine=native"
-            )
+        attention, mlp, norms = layer.attention, layer.mlp, layer.norms
+        is_known = {
+            attention: isinstance(attention, Attention) and attention.window is None,
+            mlp: type(mlp) is FeedForward,
+            norms: norms == Norms(),
+        }
+        for part, known in is_known.items():
+            if not known:
+                raise InputError(
+                    f"rollout.engine=vllm: its layout of {part.title} (layer {number}) is not known; use engine=native"
+                )
     check_divisible(shape, tp)
 
 

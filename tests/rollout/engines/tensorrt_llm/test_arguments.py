@@ -57,7 +57,6 @@ def test_bytes_of_a_token() -> None:
     [
         ({"dtype": "float32"}, "set rollout.dtype=bfloat16"),
         ({"dtype": None}, "dtype would be float32"),
-        ({"exact": True}, "rollout.exact"),
         ({"max_num_batched_tokens": 8}, "rollout.max_num_batched_tokens=8"),
         ({"kv_cache_gib": 1e-6}, "holds 4 tokens"),
     ],

@@ -12,9 +12,9 @@ import torch
 
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.engine.refit.pieces import tensorrt_llm_shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.tensorrt_llm.arguments import engine_arguments
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TensorRTLLM
 from hpcrl.rollout.engines.tensorrt_llm.engine import TrtllmEngine, make_engine
 from hpcrl.rollout.engines.tensorrt_llm.worker import TrtllmWorker
 from hpcrl.rollout.protocol import Request, RolloutEngine, SamplingParams
@@ -23,7 +23,7 @@ from hpcrl.runtime.layout import Layout
 from tests.rollout.engines.tensorrt_llm.standins import Comm, StandIn, output
 
 SHAPE = ModelShape(1, 16, 32, 4, 2, 4, 50)
-SHARDS = tensorrt_llm_shards(SHAPE, tp_rank=0, tp_size=1)
+SHARDS = TensorRTLLM().shards(SHAPE, 0, 1)
 DEVICE = torch.device("cuda", 2)
 
 
@@ -55,7 +55,7 @@ def test_an_engine_is_built_on_trainings_device_and_gives_torch_its_memory_back(
     assert package.built["devices"] == ([6], [2])  # world rank 6 on training's GPU 2
     assert package.built["llm_args"].model == "/m"
     protocol: RolloutEngine = engine  # mypy: it is one
-    assert protocol.weight_format == "tensorrt_llm"
+    assert list(protocol.weights()) == [shard.local_name for shard in SHARDS]
 
 
 def test_padding_rows_of_the_vocabulary_start_as_zeros(build: Callable[..., Any]) -> None:

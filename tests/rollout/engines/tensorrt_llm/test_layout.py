@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.engine.refit.pieces import tensorrt_llm_shards
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TensorRTLLM
 from hpcrl.rollout.engines.tensorrt_llm.worker import buffers
 from hpcrl.runtime.layout import Layout
 
@@ -145,10 +145,10 @@ def test_refit_leaves_what_loading_the_checkpoint_would(
     engines = {}
     for rank in ranks:
         place = rollout.coord(rank).tp
-        table = tensorrt_llm_shards(shape, tp_rank=place, tp_size=destination)
+        table = TensorRTLLM().shards(shape, place, destination)
         named = [(shard.local_name, torch.zeros(shard.local_shape)) for shard in table]
         engines[rank] = buffers(named, table, place)
-    plan = Resharding(shape, training, rollout, 4, destination_format="tensorrt_llm").plan()
+    plan = Resharding(shape, training, rollout, 4, engine_shards=TensorRTLLM().shards).plan()
     for move in plan.moves:
         value = held[move.src_rank][move.name]
         target = engines[move.dst_rank][move.dst_name]
@@ -162,7 +162,7 @@ def test_refit_leaves_what_loading_the_checkpoint_would(
 
 
 def test_parameters_that_the_plan_does_not_know_are_told() -> None:
-    table = tensorrt_llm_shards(SHAPES[0], tp_rank=0, tp_size=2)
+    table = TensorRTLLM().shards(SHAPES[0], 0, 2)
     named = {shard.local_name: torch.zeros(shard.local_shape) for shard in table}
     assert buffers([*named.items(), ("model.layers.0.rotary.cos_sin", torch.zeros(2))], table, 0).keys() == named.keys()
     with pytest.raises(RuntimeError, match="1 unknown, such as model.layers.0.self_attn.qkv_proj.bias"):
