@@ -19,6 +19,7 @@ ELSEWHERE = {
     "sandbox/fork_server": "in a folder that mkdtemp has made",
     "sandbox/isolation": "in the sandbox's own root, and /proc",
     "sandbox/process_tree": "/proc",
+    "rollout/engines/vllm/core": "in a folder that mkdtemp has made",
     "machine/measure": "a name with a random number",
     "machine/check_job": "a name with a random number",
     "observe/report/scalars": "/dev/null",

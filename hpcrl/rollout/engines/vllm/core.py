@@ -35,12 +35,12 @@ ENVIRONMENT = {  # read when vLLM is imported
 
 @dataclass(frozen=True)
 class Place:
-    """This rank's place in a replica. tp: its group, of one rank too. alone: the group of this rank."""
+    """This rank's place in a replica. tp: the group of the replica. own: the group of this rank."""
 
     rank: int
     ranks: tuple[int, ...]
     tp: ProcessGroup
-    alone: ProcessGroup
+    own: ProcessGroup
 
     @property
     def tp_rank(self) -> int:
@@ -177,7 +177,7 @@ def _group_maker(place: Place, device: torch.device) -> Callable[..., None]:
     call it."""
     from vllm.distributed import parallel_state
 
-    groups = {(place.rank,): place.alone, place.ranks: place.tp}
+    groups = {(place.rank,): place.own, place.ranks: place.tp}
 
     def group(name: str, ranks: tuple[int, ...], *, communicates: bool = True) -> Any:
         backend = dist.get_backend(groups[ranks])

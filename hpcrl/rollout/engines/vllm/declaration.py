@@ -31,15 +31,14 @@ def check_model(shape: ModelShape, tp: int) -> None:
     for number, layer in enumerate(shape.layers):
         attention, mlp, norms = layer.attention, layer.mlp, layer.norms
         is_known = {
-            attention: isinstance(attention, Attention) and attention.window is None,
-            mlp: type(mlp) is FeedForward,
-            norms: norms == Norms(),
+            attention.title: isinstance(attention, Attention) and attention.window is None,
+            mlp.title: type(mlp) is FeedForward,
+            norms.title: norms == Norms(),
         }
-        for part, known in is_known.items():
-            if not known:
-                raise InputError(
-                    f"rollout.engine=vllm: its layout of {part.title} (layer {number}) is not known; use engine=native"
-                )
+        if unknown := [title for title, known in is_known.items() if not known]:
+            raise InputError(
+                f"rollout.engine=vllm: its layout of {unknown[0]} (layer {number}) is not known; use engine=native"
+            )
     check_divisible(shape, tp)
 
 
