@@ -82,8 +82,7 @@ def _run(run: RecordedRun, room: int, points: int) -> dict[str, Any]:
         "stragglers": [asdict(straggler) for straggler in run.stragglers[-1000:]],
         "attempts": [asdict(attempt) for attempt in story],
         "warnings": [
-            asdict(group)
-            | {"text": shorten(group.text, LONGEST_WARNING), "ranks": format_spans(sorted(group.ranks))}
+            asdict(group) | {"text": shorten(group.text, LONGEST_WARNING), "ranks": format_spans(sorted(group.ranks))}
             for group in run.warnings[:MOST_WARNINGS]
         ],
         "num_warnings": len(run.warnings),
