@@ -52,17 +52,22 @@ def main(engine: Callable[[MPI.Intracomm], list[Finding]] | None) -> NoReturn:
     engine: for --trtllm, a collective function that returns the findings.
     """
     probe_isolation()  # starts processes, so it comes before MPI; the result is cached
-    try:
-        comm = start_mpi()
-    except InputError as error:
-        if is_first_launched(os.environ):
-            report([Finding("MPI", "unusable", str(error)), *local_findings()])
-        os._exit(exits.OTHER)
+    comm = start_mpi_or_exit(local_findings)
     hosts = all_gather_object(comm, (platform.node(), len(os.sched_getaffinity(0))))
     findings = engine(comm) if engine is not None else local_findings(comm.size)
     what = "TensorRT-LLM" if engine is not None else "hpcrl"
     code = report([*mpi_findings(comm, hosts), *findings], what) if comm.rank == 0 else None
     finish(broadcast_object(comm, code))
+
+
+def start_mpi_or_exit(others: Callable[[], list[Finding]] = list) -> MPI.Intracomm:
+    """Start MPI; where it cannot be used, print that with the findings `others`, once per job, and exit."""
+    try:
+        return start_mpi()
+    except InputError as error:
+        if is_first_launched(os.environ):
+            report([Finding("MPI", "unusable", str(error)), *others()])
+        os._exit(exits.OTHER)
 
 
 def report(findings: list[Finding], what: str = "hpcrl") -> int:
@@ -324,12 +329,8 @@ def shared_memory(ranks: int) -> Finding:
     if not os.path.isdir("/dev/shm"):
         return Finding("/dev/shm", "missing", "MPI needs it for ranks on one node: mount a tmpfs there")
     free = shutil.disk_usage("/dev/shm").free
-    found = f"{free / GIB:.2f} GiB free"
-    if free >= ranks * SHARED_MEMORY_PER_RANK:
-        return Finding("/dev/shm", found)
-    return Finding(
-        "/dev/shm", found, "too small for this many ranks: remove old files there, or give the container more"
-    )
+    why = "too small for this many ranks: remove old files there, or give the container more"
+    return Finding("/dev/shm", f"{free / GIB:.2f} GiB free", why if free < ranks * SHARED_MEMORY_PER_RANK else None)
 
 
 def disk() -> Finding:

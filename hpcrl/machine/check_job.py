@@ -28,16 +28,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from hpcrl.machine.check import GIB, Finding, report
+from hpcrl.machine.check import GIB, Finding, report, start_mpi_or_exit
+from hpcrl.observe.trace.records import ClockAligner
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name, version_of
+from hpcrl.runtime.launcher import launched_rank, library_name, node_name, version_of
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively, wait, wait_all
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.sockets import Listener, OpenedSockets, grouped
 from hpcrl.runtime.store import own_address
 from hpcrl.runtime.watchdog import format_ranks
-from hpcrl.runtime.world import World, abort, finish, finish_with_error, set_torch_precision, start_mpi, start_torch
+from hpcrl.runtime.world import World, abort, finish, finish_with_error, set_torch_precision, start_torch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -65,7 +66,7 @@ def ring_latencies(comm: MPI.Intracomm) -> list[float]:
         for link in (comm.rank, (comm.rank - 1) % size):
             if turn == (2 if size % 2 and link == size - 1 else link % 2):
                 if link == comm.rank:
-                    mine = _ping(comm, (link + 1) % size)[0] / 2
+                    mine = _ping(comm, (link + 1) % size) / 2
                 else:
                     _answer(comm, link)
         barrier(comm)
@@ -89,25 +90,13 @@ def pair_bandwidths(comm: MPI.Intracomm, nodes: Sequence[int]) -> dict[Pair, flo
     return found
 
 
-def clock_offsets(comm: MPI.Intracomm, nodes: Sequence[int]) -> list[float]:
-    """Seconds by which the clock of each of these ranks is ahead of rank 0's, within half a round trip. Collective."""
-    found = [0.0 for _ in nodes]
-    for place, rank in enumerate(nodes[1:], 1):  # the first is rank 0
-        if comm.rank == 0:
-            found[place] = _ping(comm, rank)[1]
-        if comm.rank == rank:
-            _answer(comm, 0)
-    return all_gather_object(comm, found)[0]
-
-
-def _ping(comm: MPI.Intracomm, peer: int) -> tuple[float, float]:
-    """The shortest round trip, and by how much the peer's clock was ahead in it, in seconds."""
-    sent, answer, best = np.zeros(1), np.zeros(1), (np.inf, 0.0)
+def _ping(comm: MPI.Intracomm, peer: int) -> float:
+    """Seconds of the shortest round trip."""
+    sent, answer, best = np.zeros(1), np.zeros(1), np.inf
     for _ in range(PINGS):
-        left, began = time.time(), time.perf_counter()
+        began = time.perf_counter()
         wait_all([comm.Isend(sent, dest=peer), comm.Irecv(answer, source=peer)])
-        took = time.perf_counter() - began
-        best = min(best, (took, float(answer[0]) - left - took / 2))
+        best = min(best, time.perf_counter() - began)
     return best
 
 
@@ -115,7 +104,7 @@ def _answer(comm: MPI.Intracomm, peer: int) -> None:
     received = np.zeros(1)
     for _ in range(PINGS):
         wait(comm.Irecv(received, source=peer))
-        wait(comm.Isend(np.array([time.time()]), dest=peer))
+        wait(comm.Isend(received, dest=peer))
 
 
 def _bandwidth(comm: MPI.Intracomm, peer: int) -> float:
@@ -231,12 +220,7 @@ def main(
     status = RankStatus(phase="starting MPI")
     timer = _start_timer(status, DEADLINE)
     opened = OpenedSockets()
-    try:
-        comm = start_mpi()
-    except InputError as error:
-        if is_first_launched(os.environ):
-            report([Finding("MPI", "unusable", str(error))])
-        os._exit(exits.OTHER)
+    comm = start_mpi_or_exit()
     try:
         finish(_run(comm, status, timer, opened, find_job, verify, save_machine, rounds))
     except BaseException as error:  # the others would wait for this rank
@@ -268,7 +252,8 @@ def _run(
     with stage("sending between pairs of nodes"):
         bandwidth = pair_bandwidths(comm, first)
     with stage("comparing clocks with rank 0"):
-        links = Links(latencies, bandwidth, clock_offsets(comm, first))
+        offsets = all_gather_object(comm, ClockAligner(comm, time.time).measure().offset)
+        links = Links(latencies, bandwidth, [offsets[rank] for rank in first])
     with stage("writing to the shared folder"):
         shared = _try_folder(comm, folder)
     timer.cancel()

@@ -104,13 +104,8 @@ def _device(world: World, single: Sequence[DeviceFigures]) -> dict[str, Any]:
 
     def rates(kind: str) -> dict[str, dict[str, float]]:
         found = [getattr(figures, kind) for figures in single]
-        return {
-            dtype: {
-                "flops": median(rates[dtype][0] for rates in found),
-                "half_rows": median(rates[dtype][1] for rates in found),
-            }
-            for dtype in found[0]
-        }
+        medians = {dtype: map(median, zip(*(rates[dtype] for rates in found), strict=True)) for dtype in found[0]}
+        return {dtype: {"flops": flops, "half_rows": rows} for dtype, (flops, rows) in medians.items()}
 
     on_gpu = world.device.type == "cuda"
     return {

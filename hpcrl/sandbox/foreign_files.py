@@ -94,6 +94,13 @@ def read_text(path: Name, root: Name | None = None, *, most: int = MOST_TEXT, er
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
+def read_end(path: Name, most: int, root: Name | None = None) -> str:
+    """Read the last `most` bytes of a file in UTF-8, which may begin inside a line."""
+    with open_file(path, root) as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - most, 0))
+        return file.read(most).decode("utf-8", errors="replace")
+
+
 def read_json(path: Name, root: Name | None = None, *, most: int = MOST_TEXT, links: bool = True) -> Any:
     """Read the value of a JSON file. Raises ValueError too."""
     return parse_json(read_bytes(path, root, most=most, links=links))

@@ -189,10 +189,7 @@ def _relative(path: Path) -> Path:
     """Return a path's place below inputs/: relative to the working directory, else to the root. Folder names are kept,
     because prompt uids contain as many as needed to distinguish the files."""
     absolute = Path(os.path.abspath(path))
-    try:
-        return absolute.relative_to(Path.cwd())
-    except ValueError:
-        return absolute.relative_to(absolute.anchor)
+    return absolute.relative_to(Path.cwd() if absolute.is_relative_to(Path.cwd()) else absolute.anchor)
 
 
 def _stage(source: Path, target: Path) -> None:

@@ -75,13 +75,9 @@ class Forecast:
 
     def warnings(self, time: str) -> list[str]:
         """A line if the run takes more slices than it may have, and one if another layout is much faster."""
-        lines, job = [], self.config.job
+        lines, job, steps = [], self.config.job, self.asked.steps
         most = 1 + (job.max_restarts if job.requeue else 0)
-        division = (
-            None
-            if self.asked.steps is None
-            else divide(self.asked.steps, self.prediction.seconds, self.slice(seconds_of(time)))
-        )
+        division = None if steps is None else divide(steps, self.prediction.seconds, self.slice(seconds_of(time)))
         if division is not None and division.slices > most:
             why = f"job.max_restarts={job.max_restarts}" if job.requeue else "job.requeue=false"
             lines.append(f"the run takes {counted(division.slices)}, but {why} ends it after {most}")

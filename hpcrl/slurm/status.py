@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any, NoReturn
 
 from hpcrl.observe.read.logs import LEVELS, read_log
@@ -97,18 +98,10 @@ def last_and_trend(rows: Mapping[int, Mapping[str, float]]) -> tuple[str, str]:
     for key, label in REWARDS.items():
         points = [(step, row[key]) for step, row in rows.items() if step > 0 and math.isfinite(row.get(key, math.nan))]
         if points:
-            last = points[-STEPS_OF_TREND:]
-            return f"{label}{last[-1][1]:.4g}", "-" if len(last) < 2 else f"{_fitted_change(last):+.2g}"
+            steps, values = zip(*points[-STEPS_OF_TREND:], strict=True)
+            change = linear_regression(steps, values).slope * (steps[-1] - steps[0]) if len(steps) > 1 else None
+            return f"{label}{values[-1]:.4g}", "-" if change is None else f"{change:+.2g}"
     return "-", "-"
-
-
-def _fitted_change(points: Sequence[tuple[int, float]]) -> float:
-    """Slope of the least-squares line, times the steps from the first point to the last."""
-    mean_step = sum(step for step, _ in points) / len(points)
-    mean = sum(value for _, value in points) / len(points)
-    spread = sum((step - mean_step) ** 2 for step, _ in points)
-    slope = sum((step - mean_step) * (value - mean) for step, value in points) / spread
-    return slope * (points[-1][0] - points[0][0])
 
 
 def _left(queued: Queued | None, progress: Progress, state: str) -> str:

@@ -58,7 +58,7 @@ class ArchiveWorker(InputsWorker):
         self.prompts = inputs.prompts["train"]
         self.sources = self.prompts.source_of_rows()
         # the run's, also of samples that go into a checkpoint
-        self.pictures = PictureFolder(run_directory(config) / "rollouts", rank)
+        self.pictures = PictureFolder(run_directory(config) / "rollouts")
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), leader_only=True)
     def write(self, batch: DataProto, folder: str) -> tuple[int | None, str, str] | None:

@@ -64,7 +64,7 @@ class RolloutWorker(Worker):
         self.on_response: Callable[[], None] | None = None  # called when a response of `generate` is finished
         self.config = config
         self.recalled_version: int | None = None  # of the weights that drew the responses in the journal
-        self.picture_folder = PictureFolder(run_directory(config) / "rollouts", rank)
+        self.picture_folder = PictureFolder(run_directory(config) / "rollouts")
         self.stream = ResponseStream(self, scorer, config)
 
     @classmethod

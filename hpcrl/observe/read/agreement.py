@@ -27,7 +27,7 @@ COPIED = ("input_ids", "response_mask", "rollout_log_probs")  # columns that are
 
 
 class Difference(NamedTuple):
-    """A number of the run and what the step gave. `what` names it; None: it is not there. floor: see `distance`."""
+    """A number of the run and what the step gave. `what` names it; None: it is not there. floor: see `distances`."""
 
     what: str
     logged: float | None
@@ -36,7 +36,9 @@ class Difference(NamedTuple):
 
     @property
     def size(self) -> float:
-        return distance(self.logged, self.replayed, self.floor)
+        if self.logged is None or self.replayed is None:
+            return math.inf
+        return float(distances(np.array([self.logged]), np.array([self.replayed]), self.floor)[0])
 
     def __str__(self) -> str:
         logged, replayed = ("nothing" if value is None else repr(value) for value in (self.logged, self.replayed))
@@ -93,17 +95,6 @@ class Agreement:
         )
 
 
-def distance(a: float | None, b: float | None, floor: float = 1.0) -> float:
-    """|a - b| / max(floor, |a|, |b|): 0 for equal numbers and two NaN, infinity if one is not there or not finite."""
-    if a is None or b is None:
-        return math.inf
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(a - b) / max(floor, abs(a), abs(b))
-
-
 def compare_metrics(logged: Mapping[str, float], replayed: Mapping[str, float], found: Agreement) -> None:
     """Add the metrics that the run logged, in its order; those that only the replay has are of another version."""
     for name in logged:
@@ -140,16 +131,17 @@ def _compare_column(
         what = f"{name} of sample {samples[row]}, token {place - int(expected[1][row])}"
         return Difference(what, *(float(str(column[place])) for column in (expected[0], values)))  # fp32, in its digits
 
-    distances = _distances(expected[0], values)
-    too_large = np.flatnonzero(distances > found.rtol)
-    found.add(at(int(distances.argmax())), at(int(too_large[0])) if len(too_large) else None)
+    sizes = distances(expected[0], values)
+    too_large = np.flatnonzero(sizes > found.rtol)
+    found.add(at(int(sizes.argmax())), at(int(too_large[0])) if len(too_large) else None)
 
 
-def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`distance` of each pair, float64."""
+def distances(a: np.ndarray, b: np.ndarray, floor: float = 1.0) -> np.ndarray:
+    """|a - b| / max(floor, |a|, |b|) of each pair, float64: 0 for equal numbers and two NaN, infinity if one is not
+    finite."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        found = np.abs(a - b) / np.maximum(1.0, np.maximum(np.abs(a), np.abs(b)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = np.abs(a - b) / np.maximum(floor, np.maximum(np.abs(a), np.abs(b)))
     found[np.isnan(found)] = np.inf
     found[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
     return found

@@ -42,6 +42,22 @@ def open_archive(path: str | os.PathLike[str], root: Path | None = None) -> Iter
         yield file
 
 
+@contextmanager
+def whole_archive(path: str | os.PathLike[str], root: Path | None) -> Iterator[h5py.File]:
+    """As `open_archive`; raises ArchiveError for a missing or damaged file."""
+    try:
+        with open_archive(path, root) as file:
+            yield file
+    except ArchiveError:
+        raise
+    except FileNotFoundError:
+        raise ArchiveError(f"{path}: no such rollout file") from None
+    except ForeignFileError as error:
+        raise ArchiveError(str(error)) from None
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ArchiveError(f"{path}: not a whole rollout archive ({error})") from error
+
+
 def read_step(
     path: str | os.PathLike[str],
     names: Collection[str] | None = None,
@@ -54,29 +70,20 @@ def read_step(
     columns; None: all. root: the folder that the file is inside; None: its own. Raises ArchiveError for a missing or
     damaged file, or one of another format.
     """
-    try:
-        with open_archive(path, root) as file:
-            if file.attrs.get("schema") != SCHEMA:
-                raise ArchiveError(
-                    f"{path}: schema {file.attrs.get('schema')} where {SCHEMA} is expected; not a rollout archive "
-                    "of this version"
-                )
-            attributes = {name: int(file.attrs[name]) for name in ("seed", "step", "weight_version", "schema")}
-            recorded = member(file, "tokens")
-            selected = recorded if names is None else names
-            present = [name.removesuffix("?") for name in selected if not name.endswith("?") or name[:-1] in recorded]
-            columns = {name: member(recorded, name) for name in present}
-            tokens = {name: (column(group, "values"), column(group, "offsets")) for name, group in columns.items()}
-            found = member(file, "samples")
-            samples = {name: column(found, name) for name in (found if sample_names is None else sample_names)}
-    except ArchiveError:
-        raise
-    except FileNotFoundError:
-        raise ArchiveError(f"{path}: no such rollout file") from None
-    except ForeignFileError as error:
-        raise ArchiveError(str(error)) from None
-    except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise ArchiveError(f"{path}: not a whole rollout archive ({error})") from error
+    with whole_archive(path, root) as file:
+        if file.attrs.get("schema") != SCHEMA:
+            raise ArchiveError(
+                f"{path}: schema {file.attrs.get('schema')} where {SCHEMA} is expected; not a rollout archive "
+                "of this version"
+            )
+        attributes = {name: int(file.attrs[name]) for name in ("seed", "step", "weight_version", "schema")}
+        recorded = member(file, "tokens")
+        selected = recorded if names is None else names
+        present = [name.removesuffix("?") for name in selected if not name.endswith("?") or name[:-1] in recorded]
+        columns = {name: member(recorded, name) for name in present}
+        tokens = {name: (column(group, "values"), column(group, "offsets")) for name, group in columns.items()}
+        found = member(file, "samples")
+        samples = {name: column(found, name) for name in (found if sample_names is None else sample_names)}
     _check_lengths(path, tokens, samples)
     return tokens, samples, attributes
 

@@ -14,6 +14,7 @@ import re
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,12 @@ _SUMMARY = 0x2A  # tag of Event.summary
 
 @dataclass(frozen=True)
 class EventFile:
-    """opened, first_time, last_time: seconds since the epoch. Steps: None if no step was logged."""
+    """opened, last_time: seconds since the epoch. Steps and last_time: None if no step was logged."""
 
-    path: Path
     opened: int
     host: str
     first_step: int | None = None
     last_step: int | None = None
-    first_time: float | None = None
     last_time: float | None = None
 
 
@@ -57,17 +56,12 @@ def event_files(run: Path) -> list[EventFile]:
 
 
 def _read_event_file(path: Path, run: Path, opened: int, host: str) -> EventFile:
-    first: tuple[int, float] | None = None
-    last: tuple[int, float] | None = None
-    try:
+    first: int | None = None
+    last = -1, 0.0
+    with suppress(OSError):
         for step, when in _summaries(path, run):
-            first = first or (step, when)
-            last = max(last or first, (step, when))
-    except OSError:
-        pass
-    if first is None or last is None:
-        return EventFile(path, opened, host)
-    return EventFile(path, opened, host, first[0], last[0], first[1], last[1])
+            first, last = first or step, max(last, (step, when))
+    return EventFile(opened, host) if first is None else EventFile(opened, host, first, *last)
 
 
 def _summaries(path: Path, run: Path) -> Iterator[tuple[int, float]]:

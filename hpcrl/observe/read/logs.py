@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcrl.sandbox.foreign_files import is_folder, open_file
+from hpcrl.sandbox.foreign_files import is_folder, read_end
 from hpcrl.sandbox.new_files import read_json_or
 
 MOST_BYTES = 16 * 2**20  # of one log that are read: its end
@@ -40,10 +39,10 @@ class WarningGroup:
     level: str
     logger: str
     text: str
-    first: str
-    last: str
     count: int = 0
     ranks: set[int] = field(default_factory=set)
+    first: str = ""
+    last: str = ""
 
 
 def log_files(run: Path) -> dict[int, Path]:
@@ -56,27 +55,14 @@ def log_files(run: Path) -> dict[int, Path]:
 
 def read_log(rank: int, path: Path, root: Path, most: int = MOST_BYTES) -> Iterator[LogLine]:
     """The lines of a log inside `root`, of its last `most` bytes. Raises OSError."""
-    with open_file(path, root) as file:
-        size = file.seek(0, 2)
-        file.seek(max(size - most, 0))
-        lines = file.read(most).decode("utf-8", errors="replace").split("\n")
-    current: tuple[str, ...] | None = None
-    following: list[str] = []
-    for text in lines:
-        found = _LINE.fullmatch(text)
-        if found is None:
-            following.append(text)
-            continue
-        if current is not None:
-            yield _line(rank, current, following)
-        current, following = found.groups(), []
-    if current is not None:
-        yield _line(rank, current, following)
-
-
-def _line(rank: int, fields: tuple[str, ...], following: list[str]) -> LogLine:
-    time, level, logger, text = fields
-    return LogLine(rank, time, level, logger, shorten("\n".join([text, *following]).rstrip(), LONGEST_TEXT))
+    entries: list[list[str]] = []  # time, level, logger, and the lines of the text
+    for text in read_end(path, most, root).split("\n"):
+        if found := _LINE.fullmatch(text):
+            entries.append(list(found.groups()))
+        elif entries:
+            entries[-1].append(text)
+    for time, level, logger, *texts in entries:
+        yield LogLine(rank, time, level, logger, shorten("\n".join(texts).rstrip(), LONGEST_TEXT))
 
 
 def shorten(text: str, most: int) -> str:
@@ -93,7 +79,7 @@ def group_warnings(lines: Iterable[LogLine]) -> list[WarningGroup]:
         if line.level not in LEVELS:
             continue
         key = line.level, line.logger, _NUMBER.sub("#", line.text.split("\n", 1)[0])
-        group = groups.setdefault(key, WarningGroup(line.level, line.logger, line.text, line.time, line.time))
+        group = groups.setdefault(key, WarningGroup(line.level, line.logger, line.text, first=line.time))
         group.count += 1
         group.ranks.add(line.rank)
         group.first, group.last = min(group.first, line.time), max(group.last, line.time)
@@ -126,12 +112,9 @@ def batch_slices(run: Path) -> list[BatchSlice]:
     found: list[BatchSlice] = []
     for path in output_files(run):
         try:
-            with open_file(path) as file:
-                file.seek(max(os.fstat(file.fileno()).st_size - MOST_OUTPUT_BYTES, 0))
-                text = file.read(MOST_OUTPUT_BYTES).decode("utf-8", errors="replace")
+            found += _slices(read_end(path, MOST_OUTPUT_BYTES))
         except OSError:
             continue
-        found += _slices(text)
     return sorted(found, key=lambda part: (int(re.sub(r"\D", "", part.job) or 0), part.restart))
 
 
@@ -150,18 +133,15 @@ def output_files(run: Path) -> list[Path]:
     return paths
 
 
-def _slices(text: str) -> Iterator[BatchSlice]:
-    current: BatchSlice | None = None
+def _slices(text: str) -> list[BatchSlice]:
+    slices: list[BatchSlice] = []
     for line in text.split("\n"):
         if found := _BEGIN.search(line):
-            if current is not None:
-                yield current
-            current = BatchSlice(found[1], int(found[2]), int(found[3]), found[4].strip())
-        elif current is None:
+            slices.append(BatchSlice(found[1], int(found[2]), int(found[3]), found[4].strip()))
+        elif not slices:
             continue
         elif found := (_END.search(line) or _SLURM.search(line)):
-            current.ended = "; ".join(filter(None, (current.ended, shorten(found[1].strip(" *"), 200))))
+            slices[-1].ended = "; ".join(filter(None, (slices[-1].ended, shorten(found[1].strip(" *"), 200))))
         elif found := _PROGRESS.search(line):
-            current.last_step = int(found[1])
-    if current is not None:
-        yield current
+            slices[-1].last_step = int(found[1])
+    return slices

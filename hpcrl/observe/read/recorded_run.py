@@ -23,30 +23,19 @@ from hpcrl.observe.read.logs import (
 )
 from hpcrl.observe.read.runlog import RunError, RunLog, read_run
 from hpcrl.observe.read.samples import recorded_steps
+from hpcrl.observe.read.stragglers import Straggler, read_stragglers
 from hpcrl.observe.read.token_text import read_config
 from hpcrl.runtime import rank_status
 from hpcrl.runtime.exits import InputError
-from hpcrl.sandbox.foreign_files import is_folder, left_out, parse_json, read_text
+from hpcrl.sandbox.foreign_files import is_folder, left_out, read_text
 from hpcrl.sandbox.new_files import read_json_or
 
 KNOWN = ("metrics.jsonl", "tensorboard", "config.yaml", "logs", "rollouts", "exit.json", "checkpoints")
 VERDICT = "verdict.md"  # of hpcrl.runtime.watchdog, which imports mpi4py
-STRAGGLERS = "stragglers.jsonl"  # of the same
 SECONDS_OF_LIFE = 120.0  # a run whose files are older than this has ended
 MOST_LINES = 20_000  # warnings and errors that are grouped
 MOST_CHECKPOINTS = 1000
 MOST_HOSTS = 8  # names of nodes that are listed
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that was slower than its peers in a phase, and how many times as long it was busy."""
-
-    step: int
-    rank: int
-    node: str
-    phase: str
-    ratio: float
 
 
 @dataclass(frozen=True)
@@ -132,7 +121,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
         attempts=story,
         warnings=group_warnings(lines),
         hangs=list(_hangs(folder)),
-        stragglers=list(_stragglers(folder)),
+        stragglers=list(read_stragglers(folder)),
         checkpoints=list(_checkpoints(folder)),
         rollout_steps=recorded_steps(folder),
         notes=notes,
@@ -142,11 +131,9 @@ def read_recorded_run(folder: Path) -> RecordedRun:
 def _metrics(folder: Path, notes: list[str]) -> RunLog:
     try:
         log = read_run(folder)
-    except RunError as error:
-        notes.append(str(error))
-        return RunLog(folder.resolve().name, {})
     except (OSError, ValueError, TypeError) as error:  # values that are no numbers
-        notes.append(f"metrics.jsonl cannot be read: {type(error).__name__}: {error}")
+        why = f"metrics.jsonl cannot be read: {type(error).__name__}: {error}"
+        notes.append(str(error) if isinstance(error, RunError) else why)
         return RunLog(folder.resolve().name, {})
     steps = list(log.rows)
     missing = steps[-1] - steps[0] + 1 - len(steps)
@@ -222,20 +209,6 @@ def _hangs(folder: Path) -> Iterator[str]:
         yield shorten(read_text(folder / VERDICT, errors="replace"), 50_000)
     except OSError:
         return
-
-
-def _stragglers(folder: Path) -> Iterator[Straggler]:
-    try:
-        text = read_text(folder / STRAGGLERS, errors="replace")
-    except OSError:
-        return
-    for line in text.split("\n"):
-        try:
-            found = parse_json(line)
-            step, rank, ratio = int(found["step"]), int(found["rank"]), float(found["ratio"])
-            yield Straggler(step, rank, str(found["node"]), str(found["phase"]), ratio)
-        except (ValueError, KeyError, TypeError):
-            continue  # the last line of a run that continues may be torn
 
 
 def _checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from hpcrl.sandbox.foreign_files import ForeignFileError, is_folder, open_file, parse_json, read_text
+from hpcrl.sandbox.foreign_files import ForeignFileError, is_folder, open_file, parse_json, read_end, read_text
 
 TAIL_BYTES = 1 << 17  # about 30 steps
 MOST_TAIL = 1 << 25  # a file without rows in this many bytes has none
@@ -85,19 +85,12 @@ def last_rows(path: str | os.PathLike[str], count: int) -> dict[int, dict[str, f
     while True:
         try:
             size = file.stat().st_size
-            rows = _rows(_tail(file, length))
+            rows = _rows(read_end(file, length))
         except OSError:
             return {}
         if len(rows) >= count or length >= min(size, MOST_TAIL):
             return dict(sorted(rows.items()))
         length *= 4
-
-
-def _tail(path: Path, length: int) -> str:
-    """The last `length` bytes of a file as text."""
-    with open_file(path) as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - length, 0))
-        return file.read(length).decode("utf-8", errors="replace")
 
 
 def _sources(place: Path) -> Iterable[Path]:

@@ -18,13 +18,7 @@ from hpcrl.observe.record.archive import ArchiveError, step_path
 from hpcrl.sandbox.foreign_files import is_folder, parse_json
 
 FOLDER = "rollouts"  # of a run
-TOKENS = {  # field -> column of the archive, of values per response token
-    "response_mask": "response_mask",
-    "advantages": "advantages",
-    "rollout_log_probs": "rollout_log_probs",
-    "old_log_probs": "old_log_probs",
-    "entropies": "entropies",
-}
+PER_TOKEN = ("advantages", "rollout_log_probs", "old_log_probs", "entropies", "response_mask")  # of responses
 SCORES = ("rm_score", "judge_score", "reward_baseline")  # columns besides `score`, in `parts`
 _STEP = re.compile(r"step_(\d{8,})\.h5")
 
@@ -85,15 +79,14 @@ class StepArchive:
         """Raises ArchiveError, as `read_step_samples`."""
         self.path = step_path(Path(run) / FOLDER, step)
         self._step = step
-        self._tokens, self.columns, _ = read_step(
-            self.path, ("input_ids", *(f"{name}?" for name in TOKENS.values())), root=Path(run)
-        )
+        names = ("input_ids", *(f"{name}?" for name in PER_TOKEN))
+        self._tokens, self.columns, _ = read_step(self.path, names, root=Path(run))
         if not self.columns:
             return
         missing = {"uid", "prompt_length", "response_length", "score"} - self.columns.keys()
         if missing:
-            names = ", ".join(f"samples/{name}" for name in sorted(missing))
-            raise ArchiveError(f"{self.path}: has no {names}; not an archive of training steps")
+            listed = ", ".join(f"samples/{name}" for name in sorted(missing))
+            raise ArchiveError(f"{self.path}: has no {listed}; not an archive of training steps")
         self._check()
         self._text = _token_text(Path(run))
         self._prompts: dict[bytes, str] = {}  # the samples of a prompt share its text
@@ -116,9 +109,7 @@ class StepArchive:
 
     def sample(self, index: int) -> Sample:
         _, response = self._ids(index)
-        arrays = {
-            field: self._row(index, column) if column in self._tokens else None for field, column in TOKENS.items()
-        }
+        arrays = {name: self._row(index, name) if name in self._tokens else None for name in PER_TOKEN}
         return Sample(
             step=self._step,
             uid=str(self._value(index, "uid", "")),

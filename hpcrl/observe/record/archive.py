@@ -30,6 +30,7 @@ import msgpack
 import numpy as np
 
 from hpcrl.sandbox.foreign_files import ERRORS, open_file, read_bytes
+from hpcrl.sandbox.new_files import draft_of
 
 if TYPE_CHECKING:
     import h5py
@@ -170,8 +171,8 @@ class PictureFolder:
     """Pictures beside the archive's files in `folder`, a PNG each: a thumbnail of those of prompts, which the data
     files have, and the whole of those that tools returned."""
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int = 0) -> None:
-        self._folder, self._rank = Path(folder) / "pictures", rank
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder) / "pictures"
         self._kept: set[str] = set()
 
     def keep(self, name: str, png: Callable[[], bytes]) -> None:
@@ -182,9 +183,8 @@ class PictureFolder:
         path = self._folder / name
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
-            draft = path.with_name(f"{name}.{self._rank}")  # two ranks may write the same picture
-            draft.write_bytes(png())
-            os.replace(draft, path)
+            with draft_of(path) as draft:  # two ranks may write the same picture
+                draft.write_bytes(png())
 
     def read(self, name: str) -> bytes:
         """Raises ArchiveError if it is not there."""

@@ -191,10 +191,9 @@ def _drop_steps_from(path: Path, step: int) -> int:
             kept.append(line)
             last = number
     if "".join(kept) != text:
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        fsync(temporary)
-        os.replace(temporary, path)
+        with draft_of(path) as draft:
+            draft.write_text("".join(kept), encoding="utf-8")
+            fsync(draft)
     return last
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from hpcrl.observe.read.recorded_run import RecordedRun
 from hpcrl.observe.read.runlog import RunLog, SeedMean, seed_mean, without_seed_number
 from hpcrl.observe.record.archive import read_records
-from hpcrl.observe.trace.records import TRACE_FOLDER, TraceError, decode
+from hpcrl.observe.trace.records import TraceError, decode, trace_paths
 
 MOST_POINTS, POINTS_IN_ALL = 2000, 7000  # of one curve, of all; of longer runs, evenly spaced steps are shown
 FEWEST_POINTS = 100
@@ -171,20 +171,14 @@ def phases_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
     ordered = sorted(totals, key=lambda phase: -totals[phase])
     named = ordered if len(ordered) <= MOST_PHASES else ordered[: MOST_PHASES - 1]
     chosen = [steps[index] for index in evenly_spaced(len(steps), points)]
-    seconds: dict[str, list[float | int | None]] = {phase: [] for phase in named}
-    others: list[float | int | None] = []
-    rests: list[float | int | None] = []
-    for step in chosen:
-        row = {phase: _finite(log.rows[step].get(prefix + phase)) for phase in ordered}
-        for phase in named:
-            seconds[phase].append(number(row[phase]))
-        others.append(number(sum(row[phase] for phase in ordered if phase not in named)))
-        inside = sum(value for phase, value in row.items() if phase not in AROUND_STEPS)
-        rests.append(number(max(_finite(log.rows[step].get(f"{prefix}step")) - inside, 0.0)))
-    if len(named) < len(ordered):
-        seconds["other phases"] = others
+    rows = [{phase: _finite(log.rows[step].get(prefix + phase)) for phase in ordered} for step in chosen]
+    seconds = {phase: [number(row[phase]) for row in rows] for phase in named}
+    if others := ordered[len(named) :]:
+        seconds["other phases"] = [number(sum(row[phase] for phase in others)) for row in rows]
     if chosen:
-        seconds["rest of the step"] = rests
+        wholes = [_finite(log.rows[step].get(f"{prefix}step")) for step in chosen]
+        inside = [sum(value for phase, value in row.items() if phase not in AROUND_STEPS) for row in rows]
+        seconds["rest of the step"] = [number(max(a - b, 0.0)) for a, b in zip(wholes, inside, strict=True)]
     return {"steps": chosen, "seconds": seconds}
 
 
@@ -224,9 +218,8 @@ class RankTimes:
 
 def rank_times(run: Path, slow: Sequence[int], notes: list[str]) -> list[RankTimes]:
     """The times of the ranks, in their order; [] for a run without traces. `slow`: ranks that must be among them."""
-    named = {path.stem.removeprefix("rank_"): path for path in (run / TRACE_FOLDER).glob("rank_*.log")}
-    paths = {int(digits): path for digits, path in named.items() if digits.isdecimal()}
-    ranks = sorted(paths)
+    paths = trace_paths(run)
+    ranks = list(paths)
     chosen = {ranks[index] for index in evenly_spaced(len(ranks), MOST_RANKS)} | (set(slow) & set(ranks))
     if len(chosen) < len(ranks):
         notes.append(f"busy time: {len(chosen)} of {len(ranks)} ranks are shown")

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpcrl.observe.read.logs import WarningGroup, shorten
+from hpcrl.observe.read.logs import shorten
 from hpcrl.observe.read.recorded_run import RecordedRun, read_recorded_runs
 from hpcrl.observe.record.progress import duration
 from hpcrl.observe.report.charts import (
@@ -37,6 +37,7 @@ from hpcrl.observe.report.charts import (
 from hpcrl.observe.report.sample_choice import SampleChoice
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.runtime.launcher import format_spans
 from hpcrl.sandbox.foreign_files import ERRORS, printable
 from hpcrl.sandbox.new_files import draft_of
 
@@ -80,7 +81,10 @@ def _run(run: RecordedRun, room: int, points: int) -> dict[str, Any]:
         "ranks": _rank_rows(ranks),
         "stragglers": [asdict(straggler) for straggler in run.stragglers[-1000:]],
         "attempts": [asdict(attempt) for attempt in story],
-        "warnings": [_warning(group) for group in run.warnings[:MOST_WARNINGS]],
+        "warnings": [
+            asdict(group) | {"text": shorten(group.text, LONGEST_WARNING), "ranks": format_spans(sorted(group.ranks))}
+            for group in run.warnings[:MOST_WARNINGS]
+        ],
         "num_warnings": len(run.warnings),
         "hangs": run.hangs,
         "checkpoints": [asdict(saved) | {"gib": number(saved.gib)} for saved in run.checkpoints],
@@ -123,29 +127,6 @@ def _summary(run: RecordedRun) -> dict[str, Any]:
         "ranks": next((attempt.ranks for attempt in reversed(run.attempts) if attempt.ranks), None),
         "nodes": next((attempt.nodes for attempt in reversed(run.attempts) if attempt.nodes), ""),
     }
-
-
-def _warning(group: WarningGroup) -> dict[str, Any]:
-    return {
-        "level": group.level,
-        "logger": group.logger,
-        "text": shorten(group.text, LONGEST_WARNING),
-        "count": group.count,
-        "ranks": spans(sorted(group.ranks)),
-        "first": group.first,
-        "last": group.last,
-    }
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> 0-2,5"""
-    found: list[list[int]] = []
-    for one in numbers:
-        if found and one == found[-1][1] + 1:
-            found[-1][1] = one
-        else:
-            found.append([one, one])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
 
 
 def config_table(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:

@@ -13,17 +13,18 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcrl.observe.read.archive import column, member, open_archive
+from hpcrl.observe.read.archive import column, member, whole_archive
 from hpcrl.observe.read.logs import shorten
 from hpcrl.observe.read.samples import FOLDER, Sample, read_step_samples, recorded_steps
 from hpcrl.observe.record.archive import ArchiveError, step_path
 from hpcrl.observe.report.charts import evenly_spaced, number
-from hpcrl.sandbox.foreign_files import ERRORS, ForeignFileError
+from hpcrl.sandbox.foreign_files import ERRORS
 
 MOST_STEPS = 32
 BEST, WORST, RANDOM = 2, 2, 4  # samples of a step
@@ -47,14 +48,9 @@ class ScoresOfStep(NamedTuple):
 def read_scores(run: Path, step: int) -> ScoresOfStep:
     """Read two columns of a step's archive. Raises ArchiveError, one line."""
     path = step_path(run / FOLDER, step)
-    try:
-        with open_archive(path, run) as file:
-            samples = member(file, "samples")
-            scores, uids = column(samples, "score").astype(np.float64), column(samples, "uid")
-    except ForeignFileError as error:
-        raise ArchiveError(str(error)) from None
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise ArchiveError(f"{path}: not a whole rollout archive ({error})") from error
+    with whole_archive(path, run) as file:
+        samples = member(file, "samples")
+        scores, uids = column(samples, "score").astype(np.float64), column(samples, "uid")
     if len(scores) != len(uids):
         raise ArchiveError(f"{path}: {len(scores)} scores of {len(uids)} samples")
     return ScoresOfStep(scores, [prompt_of(str(uid)) for uid in uids])
@@ -194,28 +190,19 @@ class SampleChoice:
 
 def far_apart(count: int) -> Iterator[int]:
     """The numbers below `count`: the last, the first, then always the middle of a gap, level by level."""
-    if count == 0:
-        return
-    yield count - 1
-    if count > 1:
-        yield 0
+    yield from (count - 1, 0)[:count]
     gaps = [(0, count - 1)]
-    while gaps:
-        following = []
-        for low, high in gaps:
-            if high - low > 1:
-                middle = (low + high) // 2
-                yield middle
-                following += [(low, middle), (middle, high)]
-        gaps = following
+    for low, high in gaps:  # and those that are appended
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield middle
+            gaps += [(low, middle), (middle, high)]
 
 
 def packed(sample: Sample) -> dict[str, Any]:
     """A sample for the page: the texts of its tokens, joined, with the lengths of each, and packed columns."""
     kept = _kept(sample.token_texts)
-    texts = [sample.token_texts[index] for index in kept]
-    longest = HEAD_CHARACTERS
-    texts = [text if len(text) <= 2 * longest else shorten(text, longest) for text in texts]
+    texts = [shorten(sample.token_texts[index], HEAD_CHARACTERS) for index in kept]
     gap = None
     if sample.rollout_log_probs is not None and sample.old_log_probs is not None:
         gap = sample.rollout_log_probs - sample.old_log_probs
@@ -257,12 +244,7 @@ def _kept(texts: Sequence[str]) -> list[int]:
 
 def _fitting(lengths: Sequence[int], characters: int) -> int:
     """How many tokens have no more characters together; one at least."""
-    total = 0
-    for count, length in enumerate(lengths):
-        total += length
-        if total > characters and count:
-            return count
-    return len(lengths)
+    return sum(total <= characters for total in accumulate(lengths)) or min(1, len(lengths))
 
 
 def _utf16_length(text: str) -> int:

@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_COUNT = 20
 SMALL = 2**22  # bytes of a file
-PER_TOKEN = ("advantages", "rollout_log_probs", "old_log_probs", "entropies", "response_mask")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -255,6 +254,8 @@ def _plain(sample: Sample, with_tokens: bool) -> dict[str, Any]:
     names = ("step", "uid", "sample_index", "data_source", "score", "parts", "finish_reason", "length")
     row = {name: getattr(sample, name) for name in (*names, "prompt", "response")}
     if with_tokens:
+        from hpcrl.observe.read.samples import PER_TOKEN
+
         row["token_texts"] = sample.token_texts
         for name in PER_TOKEN:
             values = getattr(sample, name)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from hpcrl.observe.read.runlog import RunError, read_run
+from hpcrl.observe.read.stragglers import read_stragglers
 from hpcrl.observe.trace.perfetto import Event, Timeline, phases_of
-from hpcrl.observe.trace.reader import TraceFiles, format_steps, stragglers_of
+from hpcrl.observe.trace.reader import TraceFiles, format_steps
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.sandbox.foreign_files import ERRORS, printable
@@ -146,7 +147,7 @@ def of_records(run: Path, files: TraceFiles, steps: Sequence[int], metadata: dic
     windows = [files.window(step) for step in steps]
     timeline = Timeline(windows[0])
     missing = {step: set(files.ranks) for step in steps}
-    stragglers = {step: stragglers_of(run, step) for step in steps}
+    stragglers = list(read_stragglers(run))
     thinned: dict[str, dict[str, float]] = {}
     error = 0.0
     for window, rank in files.read(windows):
@@ -156,7 +157,7 @@ def of_records(run: Path, files: TraceFiles, steps: Sequence[int], metadata: dic
             if record.num_dropped:
                 dropped = {"spans": record.num_dropped, "shorter_than_us": round(record.shortest * 1e6, 3)}
                 thinned[f"step {record.step}, rank {rank.rank}"] = dropped
-        yield from timeline.step(window, rank, stragglers[window.step])
+        yield from timeline.step(window, rank, stragglers)
     metadata |= {
         "source": "trace/",
         "steps": format_steps(list(steps)),
@@ -192,7 +193,7 @@ def of_metrics(
         "note": "No trace of these steps was recorded: phases are drawn one after the other, as rank 0 measured them. "
         "The seconds are right, when they began is not known.",
     }
-    return phases_of(rows, steps, {step: stragglers_of(run, step) for step in steps})
+    return phases_of(rows, steps, list(read_stragglers(run)))
 
 
 def write_trace(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: list[Event] | None = None) -> int:

@@ -7,10 +7,11 @@ A node is a process, a rank is a thread whose ranges nest, and each scoring proc
 from __future__ import annotations
 
 from collections import Counter as Count
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hpcrl.observe.read.stragglers import Straggler
 from hpcrl.observe.trace.reader import RankStep, Window
 from hpcrl.runtime.spans import WAIT, Beside, Recorded, Transfer
 
@@ -43,36 +44,32 @@ class Timeline:
     _flows: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _unpaired: dict[int, Event] = field(default_factory=dict)  # flow -> the end that was found first
 
-    def process(self, node: str) -> tuple[int, list[Event]]:
-        """The pid of a node, and the events that name it the first time."""
-        if node in self._processes:
-            return self._processes[node], []
-        pid = self._processes[node] = len(self._processes) + 1
-        return pid, [
-            _meta("process_name", pid, name=f"node {node}"),
-            _meta("process_sort_index", pid, sort_index=pid),
-        ]
+    def process(self, node: str) -> Generator[Event, None, int]:
+        """Yield the events that name a node, the first time. Returns its pid."""
+        if node not in self._processes:
+            pid = self._processes[node] = len(self._processes) + 1
+            yield process_name(pid, f"node {node}")
+            yield _meta("process_sort_index", pid, sort_index=pid)
+        return self._processes[node]
 
-    def thread(self, pid: int, rank: int, track: str, label: str) -> tuple[int, list[Event]]:
-        """The tid of a track, and the events that name it the first time."""
-        if (rank, track) in self._threads:
-            return self._threads[rank, track], []
-        index = sum(other == rank for other, _ in self._threads)
-        tid = self._threads[rank, track] = (rank + 1) * TRACKS_PER_RANK + index
-        return tid, list(track_names(pid, tid, label))
+    def thread(self, pid: int, rank: int, track: str, label: str) -> Generator[Event, None, int]:
+        """Yield the events that name a track, the first time. Returns its tid."""
+        if (rank, track) not in self._threads:
+            index = sum(other == rank for other, _ in self._threads)
+            tid = self._threads[rank, track] = (rank + 1) * TRACKS_PER_RANK + index
+            yield from track_names(pid, tid, label)
+        return self._threads[rank, track]
 
-    def step(self, window: Window, rank: RankStep, stragglers: list[dict]) -> Iterator[Event]:
-        """The events of one step of one rank. stragglers: of the step."""
+    def step(self, window: Window, rank: RankStep, stragglers: Sequence[Straggler]) -> Iterator[Event]:
+        """The events of one step of one rank. stragglers: of the run."""
         zero = self.first.began - (window.wall - self.first.wall)  # on rank 0's clock
 
         def ns(at: float) -> int:
             return round((rank.on_rank_0(at) - zero) * 1e9)
 
         first, last = round((window.began - zero) * 1e9), round((window.ended - zero) * 1e9)
-        pid, named = self.process(rank.node)
-        yield from named
-        tid, named = self.thread(pid, rank.rank, "", f"rank {rank.rank}")
-        yield from named
+        pid = yield from self.process(rank.node)
+        tid = yield from self.thread(pid, rank.rank, "", f"rank {rank.rank}")
         slices: list[Slice] = []
         beside: list[Beside] = []
         ends: list[tuple[int, Transfer, bool]] = []
@@ -105,9 +102,9 @@ class Timeline:
                 yield from self._pair(flow, _flow(flow, transfer, pid, tid, at, is_sender))
         found = [(one.track, Slice(ns(one.began), -ns(one.ended), one.name, "background", {})) for one in beside]
         yield from self._beside(pid, rank.rank, found, first, last)
-        for entry in stragglers:
-            if entry["rank"] == rank.rank:
-                yield _instant(_verdict(entry), pid, tid, last)
+        for slow in stragglers:
+            if (slow.step, slow.rank) == (window.step, rank.rank):
+                yield _instant(_verdict(slow), pid, tid, last)
 
     def _pair(self, flow: int, event: Event) -> Iterator[Event]:
         """Both ends of an arrow, once both are found."""
@@ -125,8 +122,7 @@ class Timeline:
                 lane = next((lane for lane, until in enumerate(busy_until) if until <= one.began), len(busy_until))
                 busy_until[lane : lane + 1] = [one.ended]
                 track = name if lane == 0 else f"{name} ({lane + 1})"
-                tid, named = self.thread(pid, rank, track, f"rank {rank} {track}")
-                yield from named
+                tid = yield from self.thread(pid, rank, track, f"rank {rank} {track}")
                 yield complete(one, pid, tid)
 
 
@@ -197,8 +193,8 @@ def _instant(name: str, pid: int, tid: int, at: int) -> Event:
     return {"ph": "i", "s": "t", "name": name, "cat": "event", "pid": pid, "tid": tid, "ts": at / 1e3}
 
 
-def _verdict(entry: dict) -> str:
-    return f"straggler in {entry.get('phase')}: {entry.get('ratio')} times the median"
+def _verdict(slow: Straggler) -> str:
+    return f"straggler in {slow.phase}: {slow.ratio} times the median"
 
 
 def _meta(kind: str, pid: int, tid: int = 0, **arguments: Any) -> Event:
@@ -215,9 +211,7 @@ def track_names(pid: int, tid: int, name: str) -> Iterator[Event]:
     yield _meta("thread_sort_index", pid, tid, sort_index=tid)
 
 
-def phases_of(
-    rows: dict[int, dict[str, float]], steps: list[int], stragglers: dict[int, list[dict]]
-) -> Iterator[Event]:
+def phases_of(rows: dict[int, dict[str, float]], steps: list[int], stragglers: Sequence[Straggler]) -> Iterator[Event]:
     """Events of steps of which there is no trace, from metrics: the phases of a step one after the other."""
     yield process_name(1, "phases, from metrics.jsonl")
     for tid, name in enumerate(("steps", "phases in sequence"), 1):
@@ -236,6 +230,7 @@ def phases_of(
             yield complete(Slice(ended, -(ended + length), name, "phase", {}), 1, 2)
             ended += length
         yield complete(Slice(at, -(at + whole), f"step {step}", "phase", {}), 1, 1)
-        for entry in stragglers.get(step, []):
-            yield _instant(f"rank {entry['rank']}: {_verdict(entry)}", 1, 1, at + whole)
+        for slow in stragglers:
+            if slow.step == step:
+                yield _instant(f"rank {slow.rank}: {_verdict(slow)}", 1, 1, at + whole)
         at = max(ended, at + whole)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.observe.record.archive import Record, RecordLog, whole_records
-from hpcrl.observe.trace.records import TRACE_FOLDER, Alignment, ClockAligner, encode, trace_path
+from hpcrl.observe.trace.records import Alignment, ClockAligner, encode, trace_path, trace_paths
 from hpcrl.runtime.launcher import node_name
 from hpcrl.runtime.mpi import broadcast_object
 from hpcrl.runtime.spans import spans
@@ -156,7 +156,6 @@ def discard_from(path: Path, step: int) -> None:
 
 def discard_other_ranks(run: Path, step: int, num_ranks: int) -> None:
     """As `discard_from`, of ranks that the run had before and has no longer."""
-    for path in sorted((run / TRACE_FOLDER).glob("rank_*.log")):
-        number = path.stem.removeprefix("rank_")
-        if number.isdecimal() and int(number) >= num_ranks:
+    for rank, path in trace_paths(run).items():
+        if rank >= num_ranks:
             discard_from(path, step)

@@ -6,14 +6,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from hpcrl.observe.record.archive import read_records
-from hpcrl.observe.trace.records import TRACE_FOLDER, Alignment, StepRecord, TraceError, decode
-from hpcrl.sandbox.foreign_files import parse_json, read_text
+from hpcrl.observe.trace.records import Alignment, StepRecord, TraceError, decode, trace_paths
+from hpcrl.runtime.launcher import format_spans
 
 MARGIN = 1.0  # seconds by which a clock may be wrong before it is corrected
-STRAGGLERS_FILE = "stragglers.jsonl"  # of hpcrl.runtime.watchdog
 
 
 @dataclass(frozen=True)
@@ -26,13 +24,6 @@ class Window:
     began: float
     ended: float
     wall: float
-
-
-class Hull(NamedTuple):
-    """The time from the first to the last one of several windows."""
-
-    began: float
-    ended: float
 
 
 @dataclass(frozen=True)
@@ -48,11 +39,8 @@ class RankStep:
         """Convert a time of this rank's clock to rank 0's: linear between two alignments, constant outside."""
         return at - offset_at(self.clock, at)
 
-    def overlaps(self, record: StepRecord, window: Window | Hull) -> bool:
-        return (
-            self.on_rank_0(record.ended) > window.began - MARGIN
-            and self.on_rank_0(record.began) < window.ended + MARGIN
-        )
+    def overlaps(self, record: StepRecord, began: float, ended: float) -> bool:
+        return self.on_rank_0(record.ended) > began - MARGIN and self.on_rank_0(record.began) < ended + MARGIN
 
     @property
     def error(self) -> float:
@@ -78,11 +66,7 @@ class TraceFiles:
 
     def __init__(self, run: Path, report: Callable[[str], None] = lambda line: None) -> None:
         self._run = run
-        self._paths = {
-            int(path.stem.removeprefix("rank_")): path
-            for path in sorted((run / TRACE_FOLDER).glob("rank_*.log"))
-            if path.stem.removeprefix("rank_").isdecimal()
-        }
+        self._paths = trace_paths(run)
         self._report = report
         self._reported: set[str] = set()
         self._first = min(self._paths, default=0)  # rank 0, unless its file is lost
@@ -106,13 +90,10 @@ class TraceFiles:
 
     def read(self, windows: Sequence[Window]) -> Iterator[tuple[Window, RankStep]]:
         """Each rank's records of these steps, one rank after the other. Ranks without any are left out."""
-        hulls = {
-            one.slice_ns: Hull(
-                min(other.began for other in windows if other.slice_ns == one.slice_ns),
-                max(other.ended for other in windows if other.slice_ns == one.slice_ns),
-            )
-            for one in windows
-        }
+        hulls: dict[int, tuple[float, float]] = {}  # slice -> from the first to the last of its windows
+        for one in windows:
+            began, ended = hulls.get(one.slice_ns, (one.began, one.ended))
+            hulls[one.slice_ns] = min(began, one.began), max(ended, one.ended)
         for rank in self._paths:
             found: dict[int, RankStep] = {}
             for record in self._records(rank):
@@ -121,13 +102,13 @@ class TraceFiles:
                     continue
                 kept = found.setdefault(record.slice_ns, RankStep(rank, record.node, [], []))
                 kept.clock.extend(one for one in record.clock if not kept.clock or one.at > kept.clock[-1].at)
-                if kept.overlaps(record, hull):
+                if kept.overlaps(record, *hull):
                     kept.records.append(record)
                 elif kept.records and len(hulls) == 1:
                     break  # its alignment, too, is after the steps
             for window in windows:
                 kept = found.get(window.slice_ns, RankStep(rank, "", [], []))
-                records = [one for one in kept.records if kept.overlaps(one, window)]
+                records = [one for one in kept.records if kept.overlaps(one, window.began, window.ended)]
                 if records:
                     first = max((n for n, one in enumerate(kept.clock) if one.at <= records[0].began), default=0)
                     yield window, RankStep(rank, kept.node, records, kept.clock[first:])
@@ -173,30 +154,5 @@ class TraceFiles:
 
 def format_steps(steps: list[int]) -> str:
     """`1-40, 44, 48-50`, the first and last few of many."""
-    if not steps:
-        return "none"
-    spans = [[steps[0], steps[0]]]
-    for step in steps[1:]:
-        if step == spans[-1][1] + 1:
-            spans[-1][1] = step
-        else:
-            spans.append([step, step])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    texts = format_spans(steps).split(",") if steps else ["none"]
     return ", ".join(texts if len(texts) <= 12 else [*texts[:6], "...", *texts[-5:]])
-
-
-def stragglers_of(run: Path, step: int) -> list[dict]:
-    """What `stragglers.jsonl` says of ranks that were found to be slow at the end of this step."""
-    found = []
-    try:
-        lines = read_text(run / STRAGGLERS_FILE, errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            entry = parse_json(line)
-            if entry["step"] == step and isinstance(entry["rank"], int):
-                found.append(entry)
-        except (ValueError, KeyError, TypeError):
-            continue  # a torn line
-    return found

@@ -112,6 +112,12 @@ def trace_path(run: Path, rank: int) -> Path:
     return run / TRACE_FOLDER / f"rank_{rank:05d}.log"
 
 
+def trace_paths(run: Path) -> dict[int, Path]:
+    """Rank -> its file, of the files that are there, in the order of ranks."""
+    named = ((path.stem.removeprefix("rank_"), path) for path in (run / TRACE_FOLDER).glob("rank_*.log"))
+    return dict(sorted((int(number), path) for number, path in named if number.isdecimal()))
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One rank's record of one step: from the end of the record before to a moment after the step.
@@ -138,7 +144,28 @@ class StepRecord:
 
     def events(self) -> Events:
         """Unpack what was recorded. Raises TraceError."""
-        return _unpack(self)
+        try:
+            names, spans, transfers, beside, counters, instants = msgpack.unpackb(self.packed)
+            found = Events(self.began, self.ended, self.waited)
+            start = last = _ns(self.began)
+            for name, after, length, waited, command in _rows(spans, 5):
+                last += after
+                waited = length if names[name] == WAIT else waited
+                found.spans.append(Recorded(last / 1e9, (last + length) / 1e9, names[name], waited / 1e9, command))
+            for kind, after, length, *rest in _rows(transfers, 7):
+                began = start + after
+                found.transfers.append(Transfer(began / 1e9, (began + length) / 1e9, names[kind], *rest))
+            for track, name, after, length in _rows(beside, 4):
+                began = start + after
+                found.beside.append(Beside(began / 1e9, (began + length) / 1e9, names[track], names[name]))
+            for name, after, value in _rows(counters, 3):
+                found.counters.append(Counter((start + after) / 1e9, names[name], value))
+            for name, after in _rows(instants, 2):
+                found.instants.append(Instant((start + after) / 1e9, names[name]))
+        except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+            raise TraceError(f"the trace of step {self.step}, rank {self.rank} cannot be read: {error}") from error
+        found.num_dropped, found.shortest = self.num_dropped, self.shortest
+        return found
 
 
 def encode(
@@ -226,31 +253,6 @@ def _pack(events: Events) -> bytes:
     instants = [n for one in events.instants for n in (number(one.name), _ns(one.at) - start)]
     packed: bytes = msgpack.packb([list(names), spans, transfers, beside, counters, instants])
     return packed
-
-
-def _unpack(record: StepRecord) -> Events:
-    try:
-        names, spans, transfers, beside, counters, instants = msgpack.unpackb(record.packed)
-        found = Events(record.began, record.ended, record.waited)
-        start = last = _ns(record.began)
-        for name, after, length, waited, command in _rows(spans, 5):
-            last += after
-            waited = length if names[name] == WAIT else waited
-            found.spans.append(Recorded(last / 1e9, (last + length) / 1e9, names[name], waited / 1e9, command))
-        for kind, after, length, *rest in _rows(transfers, 7):
-            began = start + after
-            found.transfers.append(Transfer(began / 1e9, (began + length) / 1e9, names[kind], *rest))
-        for track, name, after, length in _rows(beside, 4):
-            began = start + after
-            found.beside.append(Beside(began / 1e9, (began + length) / 1e9, names[track], names[name]))
-        for name, after, value in _rows(counters, 3):
-            found.counters.append(Counter((start + after) / 1e9, names[name], value))
-        for name, after in _rows(instants, 2):
-            found.instants.append(Instant((start + after) / 1e9, names[name]))
-    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
-        raise TraceError(f"the trace of step {record.step}, rank {record.rank} cannot be read: {error}") from error
-    found.num_dropped, found.shortest = record.num_dropped, record.shortest
-    return found
 
 
 def _rows(flat: list[int], width: int) -> Iterator[tuple[Any, ...]]:
