@@ -116,7 +116,7 @@ def ref_logps_key(datasets: Mapping[str, AnswerDataset], *further: object) -> st
     for split, dataset in datasets.items():
         digest.update(split.encode())
         for row in range(len(dataset)):
-            for ids in (dataset.prompts.prompt_ids(row), dataset.answer(row, CHOSEN), dataset.answer(row, REJECTED)):
+            for ids in (*dataset.pair(row, CHOSEN), dataset.answer(row, REJECTED)):
                 digest.update(len(ids).to_bytes(4, "little") + ids.tobytes())
     return digest.hexdigest()
 
