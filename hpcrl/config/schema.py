@@ -6,7 +6,7 @@ import dataclasses
 import math
 import shlex
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -38,16 +38,15 @@ from hpcrl.config.paths import Files, NodePath, PathStr, expanded, literal, one_
 from hpcrl.rewards.manager import CustomReward, OverlongBuffer, RewardKwargsParameters, Scoring
 
 
-def _minus_one_or_positive(value: int) -> int:
-    if value == -1 or value >= 1:
-        return value
-    raise ValueError("-1, or an integer of 1 or more")
+def _only(is_right: Callable[[Any], bool], expected: str) -> AfterValidator:
+    """A check of a value, whose error says what was expected."""
 
+    def checked(value: Any) -> Any:
+        if is_right(value):
+            return value
+        raise ValueError(expected)
 
-def _folder_name(value: str) -> str:
-    if value and value not in (".", "..") and "/" not in value and "\0" not in value:
-        return value
-    raise ValueError("a folder name without '/'")
+    return AfterValidator(checked)
 
 
 def _each_once(values: list[int]) -> list[int]:
@@ -57,17 +56,14 @@ def _each_once(values: list[int]) -> list[int]:
     raise ValueError(f"each step once, and {twice} is there {values.count(twice)} times")
 
 
-def _not_blank(value: str) -> str:
-    if value.strip():
-        return value
-    raise ValueError("a name that is not blank")
-
-
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
-FolderName = Annotated[str, AfterValidator(expanded), AfterValidator(_folder_name), PlainSerializer(literal)]
-DisplayName = Annotated[str, AfterValidator(_not_blank)]
-PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
+_IN_A_FOLDER = _only(
+    lambda name: name not in ("", ".", "..") and not set("/\0") & set(name), "a folder name without '/'"
+)
+FolderName = Annotated[str, AfterValidator(expanded), _IN_A_FOLDER, PlainSerializer(literal)]
+DisplayName = Annotated[str, _only(str.strip, "a name that is not blank")]
+PositiveOrMinusOne = Annotated[int, _only(lambda number: number == -1 or number >= 1, "-1, or an integer of 1 or more")]
 
 
 def _bounded(kind: Any, bounds: typing.Mapping[str, Any]) -> Any:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
-    from hpcrl.data.images import ImageProcessor
     from hpcrl.runtime.world import World
 
 
@@ -131,7 +130,8 @@ CHOSEN, REJECTED = 0, 1  # the sides of a pair
 class AnswerDataset(PromptDataset):
     """Prompts with an answer in each of `columns`: one for SFT, the chosen and the rejected one for preferences.
 
-    columns: key of the config -> the column that it names. Side i of a row is its answer in the i-th column.
+    columns: key of the config -> the column that it names. Side i of a row is its answer in the i-th column. which:
+    `images` and `only`, as of PromptDataset.
     """
 
     def __init__(
@@ -142,10 +142,9 @@ class AnswerDataset(PromptDataset):
         columns: Mapping[str, str],
         max_samples: int = -1,
         world: World | None = None,
-        images: ImageProcessor | None = None,
-        only: int | None = None,
+        **which: Any,
     ) -> None:
-        super().__init__(files, tokenizer, cfg, max_samples, world, images, only)
+        super().__init__(files, tokenizer, cfg, max_samples, world, **which)
         self._sides = [Answers(self, tokenizer, cfg, name, key, world) for key, name in columns.items()]
 
     def pair(self, row: int, side: int = 0) -> tuple[np.ndarray, np.ndarray]:
