@@ -114,10 +114,6 @@ class Conversations:
         """Return the pictures and videos of a conversation; their places count from the start of the prompt."""
         return self._items[row]
 
-    def patches(self, row: int, index: int) -> np.ndarray:
-        """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
-        return self._media.patches(int(self._rows[row]), index, self.media(row)[index])
-
     def locate(self, row: int, index: int) -> Located:
         """Return where the patches of item `index` come from, for a process that decodes them."""
         return self._media.locate(int(self._rows[row]), index, self.media(row)[index])

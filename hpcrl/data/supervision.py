@@ -107,11 +107,6 @@ class SftDataset:
         file, row = self._find(row)
         return file.media(row)
 
-    def patches(self, row: int, index: int) -> np.ndarray:
-        """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
-        file, row = self._find(row)
-        return file.patches(row, index)
-
     def locate(self, row: int, index: int) -> Located:
         """Return where the patches of item `index` come from, for a process that decodes them."""
         file, row = self._find(row)
