@@ -758,8 +758,7 @@ class RewardConfig(OpenSection, Scoring):
     @property
     def rule_weight(self) -> float:
         """Weight of the rule's score, beside a reward model and a judge."""
-        beside = [model.rule_weight for model in (self.reward_model, self.judge) if model.enable]
-        return math.prod(beside)
+        return math.prod(model.rule_weight for model in (self.reward_model, self.judge) if model.enable)
 
     @field_validator("reward_manager", mode="before")
     @classmethod

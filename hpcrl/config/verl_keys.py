@@ -22,10 +22,7 @@ CODE = "no code of a model's directory is run; families of models are those of m
 ENGINES = "it is an option of vLLM or SGLang"
 RANKS = "the ranks are those that srun or mpiexec starts, in placement.pools"
 CHECKPOINTS = "checkpoints are always sharded, and resume under any layout"
-MUON = "Muon updates queries, keys, values, gate and up apart, with AdamW's root mean square"
-ROUTES = "routes stay in memory for their step"
 QUANTIZED = "there is no quantisation of the weights"
-MTP = "there is no multi-token prediction"
 TURNS = "tokens of earlier turns are never tokenised again"
 SERVERS = "there are no servers; the ranks generate"
 PLUGIN = "use run.plugins: a Python file that registers it"
@@ -47,7 +44,7 @@ OF_VERL = {
     "<trained>.optim.{num_cycles,zero_indexed_step}": "<trained>.optim.lr_decay_style has one form of each shape",
     "<trained>.optim.use_checkpoint_opt_param_scheduler": "a resumed run continues the schedule of its template",
     "<trained>.optim.main_grads_dtype": "gradients are summed in float32",
-    "<trained>.optim.muon_*": MUON,
+    "<trained>.optim.muon_*": "Muon updates queries, keys, values, gate and up apart, with AdamW's root mean square",
     "<trained>.optim.{use_layer_wise_distributed_optimizer,optimizer_impl}": "use <trained>.optim.optimizer",
     "<trained>.optim.override_optimizer_config.**": "the keys of <trained>.optim are all that can be set",
     "<trained>.grad_clip": "use <trained>.optim.clip_grad",
@@ -90,7 +87,7 @@ OF_VERL = {
     "model.ddp.bucket_size",
     "<role>.megatron.{use_mbridge,vanilla_mbridge}": "Hugging Face directories are read and written directly",
     "<role>.megatron.router_replay.mode": "use actor.router_replay.mode",
-    "<role>.megatron.router_replay.*": ROUTES,
+    "<role>.megatron.router_replay.*": "routes stay in memory for their step",
     "<role>.megatron.**": f"{MEGATRON}, in the layout of placement.<role>",
     "<role>.{fsdp_config,fsdp}.**": f"FSDP is not there; {MEGATRON}, in the layout of placement.<role>",
     # actor, reference and critic
@@ -107,13 +104,12 @@ OF_VERL = {
     "<trained>.checkpoint.{save,load}_contents": "use trainer.save_hf for a Hugging Face directory; the rest is always "
     "saved and loaded",
     "<trained>.checkpoint.**": CHECKPOINTS,
-    "actor.use_fused_kernels": CHUNKED,
     "{actor,critic,ref,rollout}.profiler.**": "use trainer.profile_steps",
     "critic.enable": "the role exists where algorithm.adv_estimator needs values",
     "critic.shuffle": "use actor.shuffle, which is for both",
     "{critic.,}nccl_timeout": "use run.nccl_timeout",
     "critic.model.path": "use model.path or model.init_from, with which both roles begin",
-    "critic.model.tokenizer_path": "use model.tokenizer",
+    "{critic.model.tokenizer_path,model.tokenizer_path,data.tokenizer}": "use model.tokenizer",
     "critic.model.**": "the critic has the actor's architecture, and the keys of model are for both",
     "hybrid_engine": "roles share ranks where placement.pools says so",
     # rollout
@@ -142,20 +138,19 @@ OF_VERL = {
     "rollout.enable_rollout_routing_replay": "use actor.router_replay.mode=R3",
     "rollout.moe_load_balance_metrics_interval": "the load of experts is among every step's metrics",
     "rollout.{quantization*,qat.**}": QUANTIZED,
-    "{rollout,model}.mtp.**": MTP,
+    "{rollout,model}.mtp.**": "there is no multi-token prediction",
     "rollout.{engine_kwargs,router_config_path,prometheus,disaggregation}.**": SERVERS,
     "rollout.{enable_chunked_prefill,scheduling_policy,disable_log_stats}": ENGINES,
     "rollout.{logprobs_mode,multi_stage_wake_up,skip_tokenizer_init}": ENGINES,
     # model
     "model.hf_config_path": "use model.path",
-    "model.tokenizer_path": "use model.tokenizer",
     "model.custom_chat_template": "use data.chat_template",
     "{model,data,reward.reward_model.model}.{trust_remote_code,external_lib}": CODE,
     "model.override_config.**": "use the keys of model, without model.path",
     "model.enable_gradient_checkpointing": "use model.recompute.granularity: selective or full",
     "model.enable_activation_offload": "activations are computed again (model.recompute.granularity), not offloaded",
     "model.use_remove_padding": PACKED,
-    "model.{use_fused_kernels,use_liger}": CHUNKED,
+    "{actor.use_fused_kernels,model.use_fused_kernels,model.use_liger}": CHUNKED,
     "model.{fused_kernel_options,tiled_mlp}.**": CHUNKED,
     "model.lora.{rank,alpha}": "use model.lora_<last>",
     "model.lora.target_modules": "use model.target_modules",
@@ -165,7 +160,6 @@ OF_VERL = {
     "model.lora.**": "adapters are LoRA's, with model.lora_rank, model.lora_alpha and model.target_modules",
     "{model,data}.use_shm": "files are read where they are",
     # data
-    "data.tokenizer": "use model.tokenizer",
     "{data,rollout}.seed": SEED,
     "data.reward_fn_key": "rules are chosen by the column data_source",
     "data.val_batch_size": "all validation prompts are generated together",
@@ -179,9 +173,8 @@ OF_VERL = {
     "data.filter_overlong_prompts_workers": "the ranks share the work",
     "data.return_*": "the roles that need it always get it",
     # rewards
-    "reward.reward_manager.{source,module.**}": PLUGIN,
-    "reward.reward_model.reward_loop_*": PLUGIN,
-    "reward.reward_model.num_workers": "use reward.num_workers",
+    "reward.{reward_manager.source,reward_manager.module.**,reward_model.reward_loop_*}": PLUGIN,
+    "reward.{reward_model.num_workers,sandbox_fusion.max_concurrent}": "use reward.num_workers",
     "reward.reward_model.reward_manager": "use reward.reward_manager.name",
     "reward.reward_model.{enable_resource_pool,n_gpus_per_node,nnodes}": "use placement.reward.pool",
     "reward.reward_model.model_path": "use reward.reward_model.init_from, or reward.judge.init_from for a model that "
@@ -192,7 +185,6 @@ OF_VERL = {
     "reward.reward_model.rollout.{prompt_length,response_length}": "use reward.judge.max_<last>",
     "reward.reward_model.rollout.**": "the engine of reward.judge has the options of rollout that it needs",
     "reward.sandbox_fusion.memory_limit_mb": "use reward.memory_limit_mb",
-    "reward.sandbox_fusion.max_concurrent": "use reward.num_workers",
     "reward.sandbox_fusion.url": "programs run in processes of the job; see reward.sandbox",
     # distillation
     "distillation.{n_gpus_per_node,nnodes}": "use placement.teacher.pool",

@@ -50,6 +50,10 @@ class Duplicates:
         """Training rows with an exact or near duplicate, bool (rows,)."""
         return self.train_exact | self.train_near
 
+    def counts(self, split: str) -> dict[str, int]:
+        """Rows of `train` or `val` with an exact duplicate, and with a near one."""
+        return {kind: int(getattr(self, f"{split}_{kind}").sum()) for kind in ("exact", "near")}
+
 
 def prompt_text(prompt: Any) -> str:
     """A prompt as text: itself, or the contents of its messages, one after another."""
