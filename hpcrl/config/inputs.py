@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from hpcrl.config.schema import Config
 
+MODELS = ("teacher", "reward.reward_model", "reward.judge")  # sections of roles with a model of their own
 # those whose value may be null; the two of data and run.plugins are lists
 KEYS = (
     "run.plugins",
@@ -22,15 +23,7 @@ KEYS = (
     "rollout.multi_turn.function_tool_path",
     "rollout.multi_turn.interaction_path",
     "rollout.trtllm.model_dir",
-    "teacher.init_from",
-    "teacher.model.path",
-    "teacher.model.tokenizer",
-    "reward.reward_model.init_from",
-    "reward.reward_model.model.path",
-    "reward.reward_model.model.tokenizer",
-    "reward.judge.init_from",
-    "reward.judge.model.path",
-    "reward.judge.model.tokenizer",
+    *(f"{role}.{key}" for role in MODELS for key in ("init_from", "model.path", "model.tokenizer")),
     "reward.judge.template_path",
     "reward.custom_reward_function.path",
     "trainer.rollouts_from",

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import shlex
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -39,16 +39,15 @@ from hpcrl.config.paths import Files, NodePath, PathStr, expanded, literal, one_
 from hpcrl.rewards.manager import CustomReward, OverlongBuffer, RewardKwargsParameters, Scoring
 
 
-def _minus_one_or_positive(value: int) -> int:
-    if value == -1 or value >= 1:
-        return value
-    raise ValueError("-1, or an integer of 1 or more")
+def _only(is_right: Callable[[Any], bool], expected: str) -> AfterValidator:
+    """A check of a value, whose error says what was expected."""
 
+    def checked(value: Any) -> Any:
+        if is_right(value):
+            return value
+        raise ValueError(expected)
 
-def _folder_name(value: str) -> str:
-    if value and value not in (".", "..") and "/" not in value and "\0" not in value:
-        return value
-    raise ValueError("a folder name without '/'")
+    return AfterValidator(checked)
 
 
 def _each_once(values: list[int]) -> list[int]:
@@ -58,16 +57,14 @@ def _each_once(values: list[int]) -> list[int]:
     raise ValueError(f"each step once, and {twice} is there {values.count(twice)} times")
 
 
-def _not_blank(value: str) -> str:
-    if value.strip():
-        return value
-    raise ValueError("a name that is not blank")
-
-
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-FolderName = Annotated[str, AfterValidator(expanded), AfterValidator(_folder_name), PlainSerializer(literal)]
-DisplayName = Annotated[str, AfterValidator(_not_blank)]
-PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
+PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
+_IN_A_FOLDER = _only(
+    lambda name: name not in ("", ".", "..") and not set("/\0") & set(name), "a folder name without '/'"
+)
+FolderName = Annotated[str, AfterValidator(expanded), _IN_A_FOLDER, PlainSerializer(literal)]
+DisplayName = Annotated[str, _only(str.strip, "a name that is not blank")]
+PositiveOrMinusOne = Annotated[int, _only(lambda number: number == -1 or number >= 1, "-1, or an integer of 1 or more")]
 
 
 def _bounded(kind: Any, bounds: typing.Mapping[str, Any]) -> Any:
@@ -127,6 +124,11 @@ class Section(BaseModel):
 S = TypeVar("S", bound=Section)
 
 
+def subsection(kind: type[Section], description: str) -> Any:
+    """The field of a section, whose keys have their defaults."""
+    return Field(default_factory=kind, description=description)
+
+
 class OpenSection(Section):
     """A section that may also hold a mapping of parameters for each plugin, under the plugin's name.
 
@@ -161,9 +163,7 @@ class RunConfig(Section):
         False, description="the run's files are readable by the user's group (umask 027), not by the user only (077)"
     )
     seed: int = Field(0, ge=-(2**63), lt=2**63, description="seed of weights, data order and sampling")
-    plugins: Files = Field(
-        default_factory=list, description="Python files that register estimators or losses of your own"
-    )
+    plugins: Files = Field([], description="Python files that register estimators or losses of your own")
     job_file: PathStr | None = Field(None, description="Python file of a job of your own, as `hpcrl run` was given it")
     c10d_backend: Literal["mpi_host", "gloo"] = Field(
         "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
@@ -191,7 +191,7 @@ class RunConfig(Section):
         description="seconds between two heartbeats of the folder's owner; after three, a start on another host takes "
         "the folder of a run that was killed",
     )
-    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig, description="hangs")
+    watchdog: WatchdogConfig = subsection(WatchdogConfig, "hangs")
 
 
 class RecomputeConfig(Section):
@@ -334,24 +334,20 @@ class ModelConfig(Section):
     moe_ffn_hidden_size: PositiveInt | None = Field(None, description="width of an expert; null: ffn_hidden_size")
     moe_topk: PositiveInt = Field(2, description="experts of each token")
     moe_norm_topk_prob: bool = Field(True, description="the weights of a token's experts sum to 1")
-    dense_layers: list[NonNegativeInt] = Field(
-        default_factory=list, description="of a model with experts, the layers without, from 0"
-    )
-    moe: MoeConfig = Field(default_factory=MoeConfig, description="routers in training")
+    dense_layers: list[NonNegativeInt] = Field([], description="of a model with experts, the layers without, from 0")
+    moe: MoeConfig = subsection(MoeConfig, "routers in training")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of weights and activations")
-    recompute: RecomputeConfig = Field(
-        default_factory=RecomputeConfig, description="activations that training computes twice to save memory"
-    )
+    recompute: RecomputeConfig = subsection(RecomputeConfig, "activations that training computes twice to save memory")
     gradient_accumulation_fusion: bool | None = Field(
         None,
         description="add bfloat16 weights' gradients to their float32 sum over micro-batches without rounding; null: "
         "on GPUs",
     )
-    ddp: DdpConfig = Field(default_factory=DdpConfig, description="communication between replicas during computation")
-    transformer_engine: TransformerEngineConfig = Field(
-        default_factory=TransformerEngineConfig, description="layers of NVIDIA's Transformer Engine"
+    ddp: DdpConfig = subsection(DdpConfig, "communication between replicas during computation")
+    transformer_engine: TransformerEngineConfig = subsection(
+        TransformerEngineConfig, "layers of NVIDIA's Transformer Engine"
     )
-    vision: VisionConfig = Field(default_factory=VisionConfig, description="vision tower of a vision-language model")
+    vision: VisionConfig = subsection(VisionConfig, "vision tower of a vision-language model")
     lora_rank: NonNegativeInt = Field(
         0, description="rank of the policy's adapters, which are then all that is trained of it; 0: none"
     )
@@ -376,13 +372,13 @@ class PlacementConfig(Section):
     pools: dict[str, str] = Field(
         default_factory=lambda: {"all": "*"}, description='name -> world ranks: "*", "0-63", "0,2,4-7"'
     )
-    actor: RolePlacement = Field(default_factory=RolePlacement, description="layout of the trained policy")
-    critic: RolePlacement = Field(default_factory=RolePlacement, description="layout of the value model")
-    ref: RolePlacement = Field(default_factory=RolePlacement, description="layout of the reference policy")
-    rollout: RolePlacement = Field(default_factory=RolePlacement, description="layout of the generation engine")
-    reward: RolePlacement = Field(default_factory=RolePlacement, description="layout of the reward model")
-    teacher: RolePlacement = Field(default_factory=RolePlacement, description="layout of the teacher of a distillation")
-    judge: RolePlacement = Field(default_factory=RolePlacement, description="layout of the judge's engine")
+    actor: RolePlacement = subsection(RolePlacement, "layout of the trained policy")
+    critic: RolePlacement = subsection(RolePlacement, "layout of the value model")
+    ref: RolePlacement = subsection(RolePlacement, "layout of the reference policy")
+    rollout: RolePlacement = subsection(RolePlacement, "layout of the generation engine")
+    reward: RolePlacement = subsection(RolePlacement, "layout of the reward model")
+    teacher: RolePlacement = subsection(RolePlacement, "layout of the teacher of a distillation")
+    judge: RolePlacement = subsection(RolePlacement, "layout of the judge's engine")
 
 
 class SamplerConfig(OpenSection):
@@ -395,12 +391,12 @@ class SamplerConfig(OpenSection):
 
 
 class DataConfig(Section):
-    train_files: Files = Field(default_factory=list, description="Parquet or JSONL files of training prompts")
+    train_files: Files = Field([], description="Parquet or JSONL files of training prompts")
     train_weights: list[PositiveFloat] | None = Field(
         None, description="share of each training file in the prompts drawn; null: all files laid end to end"
     )
-    sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="which training prompts come next")
-    val_files: Files = Field(default_factory=list, description="Parquet or JSONL files of validation prompts")
+    sampler: SamplerConfig = subsection(SamplerConfig, "which training prompts come next")
+    val_files: Files = Field([], description="Parquet or JSONL files of validation prompts")
     train_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N training rows; -1: all")
     val_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N validation rows; -1: all")
     prompt_key: str = Field("prompt", description="column that holds the chat messages or the prompt string")
@@ -417,7 +413,7 @@ class DataConfig(Section):
     )
     chat_template: str | None = Field(None, description="Jinja template in place of the tokenizer's own")
     apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="extra arguments of the chat template"
+        {}, description="extra arguments of the chat template"
     )
     accept_dropped_parts: bool = Field(
         False,
@@ -453,7 +449,7 @@ class ValKwargs(Section):
     do_sample: bool | None = Field(None, description="false: greedy, whatever the temperature; null: by temperature")
     temperature: NonNegativeFloat = Field(0.0, description="sampling temperature; 0 is greedy")
     top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
+    top_p: PositiveFraction = Field(1.0, description="nucleus probability mass")
 
 
 class MultiTurnConfig(Section):
@@ -506,7 +502,7 @@ class EngineConfig(Section):
 
     max_num_seqs: PositiveInt = Field(256, description="sequences that decode at once in a replica at most")
     max_num_batched_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill call")
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+    gpu_memory_utilization: PositiveFraction = Field(
         0.5, description="share of the free memory that the KV cache may take"
     )
     kv_cache_gib: PositiveFloat | None = Field(
@@ -521,18 +517,18 @@ class RolloutConfig(EngineConfig):
     n: PositiveInt = Field(1, description="samples per prompt")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")
     top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
+    top_p: PositiveFraction = Field(1.0, description="nucleus probability mass")
     ignore_eos: bool = Field(False, description="continue to max_response_length after an end-of-sequence token")
     enable_prefix_caching: bool = Field(True, description="prefill a prompt once for all samples of its group")
     free_cache_engine: bool = Field(True, description="give the KV cache back between generations")
     exact: bool = Field(
         False, description="bitwise the training's log-probs: fp32, CPU, one thread, the actor's tp; slow"
     )
-    multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig, description="tools and users")
-    checkpoint_engine: CheckpointEngineConfig = Field(
-        default_factory=CheckpointEngineConfig, description="refit, from the actor's weights to the engine's"
+    multi_turn: MultiTurnConfig = subsection(MultiTurnConfig, "tools and users")
+    checkpoint_engine: CheckpointEngineConfig = subsection(
+        CheckpointEngineConfig, "refit, from the actor's weights to the engine's"
     )
-    trtllm: TrtllmConfig = Field(default_factory=TrtllmConfig, description="engine=tensorrt_llm")
+    trtllm: TrtllmConfig = subsection(TrtllmConfig, "engine=tensorrt_llm")
     val_kwargs: list[ValKwargs] = Field(
         default_factory=lambda: [ValKwargs()], description="sampling of validation: one mapping, or a list of several"
     )
@@ -593,13 +589,11 @@ class RouterReplayConfig(Section):
 
 
 class ActorConfig(Section, ActorParameters):
-    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
+    optim: OptimConfig = subsection(OptimConfig, "optimizer")
     ppo_mini_batch_size: PositiveInt = Field(256, description="prompts per optimizer step, over all ranks")
     ppo_max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
     ppo_epochs: PositiveInt = Field(1, description="passes over a step's samples")
-    router_replay: RouterReplayConfig = Field(
-        default_factory=RouterReplayConfig, description="which experts tokens go to in training"
-    )
+    router_replay: RouterReplayConfig = subsection(RouterReplayConfig, "which experts tokens go to in training")
     loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
     loss_scale_factor: PositiveFloat | None = Field(
         None, description="divisor of seq-mean-token-sum-norm; null: max_response_length"
@@ -609,7 +603,7 @@ class ActorConfig(Section, ActorParameters):
         description="compute old log-probs in a separate forward pass even where a step makes one update; false: take "
         "them from that update's forward pass unless something reads them earlier",
     )
-    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
+    policy_loss: PolicyLossConfig = subsection(PolicyLossConfig, "policy loss")
     entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
     calculate_entropy: bool = Field(False, description="log the entropy of the update too, without a bonus")
     calculate_sum_pi_squared: bool = Field(
@@ -665,9 +659,7 @@ class DistillationLossConfig(OpenSection, Distillation):
 
 class DistillationConfig(Section):
     enabled: bool = Field(False, description="learn from a teacher on the policy's own samples")
-    distillation_loss: DistillationLossConfig = Field(
-        default_factory=DistillationLossConfig, description="what the student minimises"
-    )
+    distillation_loss: DistillationLossConfig = subsection(DistillationLossConfig, "what the student minimises")
 
 
 class CustomRewardConfig(Section, CustomReward):
@@ -683,8 +675,8 @@ class OverlongBufferConfig(Section, OverlongBuffer):
 
 
 class RewardKwargs(Section, RewardKwargsParameters):
-    overlong_buffer_cfg: OverlongBufferConfig = Field(
-        default_factory=OverlongBufferConfig, description="DAPO's shaping of over-long responses"
+    overlong_buffer_cfg: OverlongBufferConfig = subsection(
+        OverlongBufferConfig, "DAPO's shaping of over-long responses"
     )
 
 
@@ -720,7 +712,7 @@ class JudgeConfig(EngineConfig):
     )
     template_path: PathStr | None = Field(None, description="text file with the template, in place of template")
     rubric: list[str | dict[str, str | float]] = Field(
-        default_factory=list,
+        [],
         description="criteria, texts or {criterion, weight}, of rows that have none in extra_info.rubric",
     )
     pattern: str | None = Field(
@@ -740,7 +732,7 @@ class JudgeConfig(EngineConfig):
         1, description="further answers where a verdict cannot be read; at temperature 1 if temperature is 0"
     )
     apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="extra arguments of the judge's chat template"
+        {}, description="extra arguments of the judge's chat template"
     )
     max_prompt_length: PositiveInt = Field(
         4096, description="tokens of the judge's prompt; a sample that needs more has no verdict"
@@ -753,13 +745,11 @@ class JudgeConfig(EngineConfig):
 
 
 class RewardConfig(OpenSection, Scoring):
-    reward_manager: RewardManagerConfig = Field(default_factory=RewardManagerConfig, description="reward manager")
-    reward_kwargs: RewardKwargs = Field(default_factory=RewardKwargs, description="arguments of the reward manager")
-    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig, description="reward model")
-    judge: JudgeConfig = Field(default_factory=JudgeConfig, description="a model that is asked about responses")
-    custom_reward_function: CustomRewardConfig = Field(
-        default_factory=CustomRewardConfig, description="reward function of your own"
-    )
+    reward_manager: RewardManagerConfig = subsection(RewardManagerConfig, "reward manager")
+    reward_kwargs: RewardKwargs = subsection(RewardKwargs, "arguments of the reward manager")
+    reward_model: RewardModelConfig = subsection(RewardModelConfig, "reward model")
+    judge: JudgeConfig = subsection(JudgeConfig, "a model that is asked about responses")
+    custom_reward_function: CustomRewardConfig = subsection(CustomRewardConfig, "reward function of your own")
 
     @property
     def uses_rules(self) -> bool:
@@ -769,8 +759,7 @@ class RewardConfig(OpenSection, Scoring):
     @property
     def rule_weight(self) -> float:
         """Weight of the rule's score, beside a reward model and a judge."""
-        beside = [model.rule_weight for model in (self.reward_model, self.judge) if model.enable]
-        return math.prod(beside)
+        return math.prod(model.rule_weight for model in (self.reward_model, self.judge) if model.enable)
 
     @field_validator("reward_manager", mode="before")
     @classmethod
@@ -810,12 +799,12 @@ class AlgorithmConfig(OpenSection, AlgorithmParameters):
     adv_estimator: str = Field("gae", description="name of a registered advantage estimator")
     use_kl_in_reward: bool = Field(False, description="subtract the KL penalty from the token rewards")
     kl_penalty: KlKind = Field("kl", description="estimator of the KL penalty in the reward; a + changes nothing here")
-    kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig, description="KL controller of the reward penalty")
-    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig, description="dynamic sampling")
+    kl_ctrl: KlCtrlConfig = subsection(KlCtrlConfig, "KL controller of the reward penalty")
+    filter_groups: FilterGroupsConfig = subsection(FilterGroupsConfig, "dynamic sampling")
     use_pf_ppo: bool = Field(False, description="resample a step's samples by their scores (PF-PPO); gae only")
-    pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig, description="PF-PPO")
-    rollout_correction: RolloutCorrectionConfig = Field(
-        default_factory=RolloutCorrectionConfig, description="correction of rollout against training log-probs"
+    pf_ppo: PfPpoConfig = subsection(PfPpoConfig, "PF-PPO")
+    rollout_correction: RolloutCorrectionConfig = subsection(
+        RolloutCorrectionConfig, "correction of rollout against training log-probs"
     )
 
 
@@ -854,7 +843,7 @@ class TrainerConfig(Section):
     )
     save_rollouts: bool = Field(True, description="write rollouts/step_*.h5")
     record_update_steps: Annotated[list[PositiveInt], AfterValidator(_each_once)] = Field(
-        default_factory=list,
+        [],
         description="steps of train in whose rollouts/step_*.h5 the actor's update adds log-probs at and after the "
         "update and loss_gradients, at the cost of one forward pass",
     )
@@ -866,7 +855,7 @@ class TrainerConfig(Section):
     max_ckpt_to_keep: PositiveInt | None = Field(
         3, description="newest checkpoints that stay; null: all, as in runs that began before this had a bound"
     )
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="how checkpoints are written")
+    checkpoint: CheckpointConfig = subsection(CheckpointConfig, "how checkpoints are written")
     resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: resume from the newest valid checkpoint")
     logger: Loggers = Field(
         default=["console", "tensorboard"],
@@ -884,7 +873,7 @@ class TrainerConfig(Section):
         "vocabulary is cut instead, whatever the number; null: those of a whole micro-batch, kept",
     )
     profile_steps: Annotated[list[PositiveInt], AfterValidator(_each_once)] = Field(
-        default_factory=list,
+        [],
         description="steps of train, sft and rm, as in [3, 4]: each rank writes a trace of torch's profiler to "
         "profile/*.json.gz",
     )
@@ -973,11 +962,9 @@ class JobConfig(Section):
     signal_seconds: PositiveInt = Field(300, le=65535, description="seconds before the end when ranks get SIGURG")
     requeue: bool = Field(True, description="continue in another slice after a planned stop or the loss of a node")
     max_restarts: NonNegativeInt = Field(100, description="slices after the first at most")
-    extra: list[SbatchOption] = Field(
-        default_factory=list, description="further options of sbatch, such as --mail-type=END"
-    )
+    extra: list[SbatchOption] = Field([], description="further options of sbatch, such as --mail-type=END")
     on_event: Annotated[list[ShellCommand], BeforeValidator(one_or_several)] = Field(
-        default_factory=list,
+        [],
         description="command, or a list of them, that runs when the job has started, saved, left, is done, hangs or "
         "has failed, such as ./notify.sh",
     )
@@ -994,23 +981,21 @@ class JobConfig(Section):
 
 
 class Config(Section):
-    run: RunConfig = Field(default_factory=RunConfig, description="the run and its folder")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="architecture and start weights")
-    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="which ranks do what")
-    data: DataConfig = Field(default_factory=DataConfig, description="prompts")
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
-    actor: ActorConfig = Field(default_factory=ActorConfig, description="policy training")
-    critic: CriticConfig = Field(default_factory=CriticConfig, description="value training")
-    ref: RefConfig = Field(default_factory=RefConfig, description="reference policy")
-    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="teacher of a distillation")
-    distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="on-policy distillation")
-    reward: RewardConfig = Field(default_factory=RewardConfig, description="scores")
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="advantages and KL")
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="the loop")
-    async_training: AsyncTrainingConfig = Field(
-        default_factory=AsyncTrainingConfig, description="overlap of generation and training"
-    )
-    job: JobConfig = Field(default_factory=JobConfig, description="batch system")
+    run: RunConfig = subsection(RunConfig, "the run and its folder")
+    model: ModelConfig = subsection(ModelConfig, "architecture and start weights")
+    placement: PlacementConfig = subsection(PlacementConfig, "which ranks do what")
+    data: DataConfig = subsection(DataConfig, "prompts")
+    rollout: RolloutConfig = subsection(RolloutConfig, "generation")
+    actor: ActorConfig = subsection(ActorConfig, "policy training")
+    critic: CriticConfig = subsection(CriticConfig, "value training")
+    ref: RefConfig = subsection(RefConfig, "reference policy")
+    teacher: TeacherConfig = subsection(TeacherConfig, "teacher of a distillation")
+    distillation: DistillationConfig = subsection(DistillationConfig, "on-policy distillation")
+    reward: RewardConfig = subsection(RewardConfig, "scores")
+    algorithm: AlgorithmConfig = subsection(AlgorithmConfig, "advantages and KL")
+    trainer: TrainerConfig = subsection(TrainerConfig, "the loop")
+    async_training: AsyncTrainingConfig = subsection(AsyncTrainingConfig, "overlap of generation and training")
+    job: JobConfig = subsection(JobConfig, "batch system")
 
     def section(self, name: str) -> Any:
         """The section that a job declares."""

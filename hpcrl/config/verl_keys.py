@@ -22,10 +22,7 @@ CODE = "no code of a model's directory is run; families of models are those of m
 ENGINES = "it is an option of vLLM or SGLang"
 RANKS = "the ranks are those that srun or mpiexec starts, in placement.pools"
 CHECKPOINTS = "checkpoints are always sharded, and resume under any layout"
-MUON = "Muon updates queries, keys, values, gate and up apart, with AdamW's root mean square"
-ROUTES = "routes stay in memory for their step"
 QUANTIZED = "there is no quantisation of the weights"
-MTP = "there is no multi-token prediction"
 TURNS = "tokens of earlier turns are never tokenised again"
 SERVERS = "there are no servers; the ranks generate"
 PLUGIN = "use run.plugins: a Python file that registers it"
@@ -47,7 +44,7 @@ OF_VERL = {
     "<trained>.optim.{num_cycles,zero_indexed_step}": "<trained>.optim.lr_decay_style has one form of each shape",
     "<trained>.optim.use_checkpoint_opt_param_scheduler": "a resumed run continues the schedule of its template",
     "<trained>.optim.main_grads_dtype": "gradients are summed in float32",
-    "<trained>.optim.muon_*": MUON,
+    "<trained>.optim.muon_*": "Muon updates queries, keys, values, gate and up apart, with AdamW's root mean square",
     "<trained>.optim.{use_layer_wise_distributed_optimizer,optimizer_impl}": "use <trained>.optim.optimizer",
     "<trained>.optim.override_optimizer_config.**": "the keys of <trained>.optim are all that can be set",
     "<trained>.grad_clip": "use <trained>.optim.clip_grad",
@@ -60,8 +57,7 @@ OF_VERL = {
     "<role>.megatron.expert_tensor_parallel_size": "use placement.<role>.etp",
     "<role>.{,fsdp_config.,fsdp.}ulysses_sequence_parallel_size": "use placement.<role>.cp",
     "<role>.{megatron,fsdp_config,fsdp}.param_offload": "use <role>.param_offload",
-    "<trained>.{megatron,fsdp_config,fsdp}.grad_offload": "use <trained>.grad_offload",
-    "<trained>.{megatron,fsdp_config,fsdp}.optimizer_offload": "use <trained>.optimizer_offload",
+    "<trained>.{megatron,fsdp_config,fsdp}.{grad,optimizer}_offload": "use <trained>.<last>",
     "ref.{megatron,fsdp_config,fsdp}.{grad,optimizer}_offload": "the reference has weights only",
     "<role>.{megatron,fsdp_config,fsdp}.{dtype,model_dtype}": "use model.dtype",
     "<role>.{megatron,fsdp_config,fsdp}.seed": SEED,
@@ -82,8 +78,7 @@ OF_VERL = {
     "<role>.megatron.override_transformer_config.recompute_method": "use model.recompute.method",
     "<role>.megatron.override_transformer_config.recompute_num_layers": "use model.recompute.num_layers",
     "<role>.megatron.override_transformer_config.recompute_modules": "use model.recompute.modules",
-    "<role>.megatron.override_transformer_config.fp8": "use model.transformer_engine.fp8",
-    "<role>.megatron.override_transformer_config.fp8_recipe": "use model.transformer_engine.fp8_recipe",
+    "<role>.megatron.override_transformer_config.{fp8,fp8_recipe}": "use model.transformer_engine.<last>",
     "<role>.megatron.override_transformer_config.moe_aux_loss_coeff": "use model.moe.aux_loss_coeff",
     "<role>.megatron.override_transformer_config.moe_z_loss_coeff": "use model.moe.z_loss_coeff",
     "<role>.megatron.override_transformer_config.attention_backend": "the device decides",
@@ -92,7 +87,7 @@ OF_VERL = {
     "model.ddp.bucket_size",
     "<role>.megatron.{use_mbridge,vanilla_mbridge}": "Hugging Face directories are read and written directly",
     "<role>.megatron.router_replay.mode": "use actor.router_replay.mode",
-    "<role>.megatron.router_replay.*": ROUTES,
+    "<role>.megatron.router_replay.*": "routes stay in memory for their step",
     "<role>.megatron.**": f"{MEGATRON}, in the layout of placement.<role>",
     "<role>.{fsdp_config,fsdp}.**": f"FSDP is not there; {MEGATRON}, in the layout of placement.<role>",
     # actor, reference and critic
@@ -109,15 +104,13 @@ OF_VERL = {
     "<trained>.checkpoint.{save,load}_contents": "use trainer.save_hf for a Hugging Face directory; the rest is always "
     "saved and loaded",
     "<trained>.checkpoint.**": CHECKPOINTS,
-    "actor.use_fused_kernels": CHUNKED,
     "{actor,critic,ref,rollout}.profiler.**": "use trainer.profile_steps",
     "critic.enable": "the role exists where algorithm.adv_estimator needs values",
     "critic.shuffle": "use actor.shuffle, which is for both",
-    "critic.nccl_timeout": "use run.nccl_timeout",
+    "{critic.,}nccl_timeout": "use run.nccl_timeout",
     "critic.model.path": "use model.path or model.init_from, with which both roles begin",
-    "critic.model.tokenizer_path": "use model.tokenizer",
+    "{critic.model.tokenizer_path,model.tokenizer_path,data.tokenizer}": "use model.tokenizer",
     "critic.model.**": "the critic has the actor's architecture, and the keys of model are for both",
-    "nccl_timeout": "use run.nccl_timeout",
     "hybrid_engine": "roles share ranks where placement.pools says so",
     # rollout
     "rollout.name": "use rollout.engine: native, vllm or tensorrt_llm",
@@ -127,9 +120,7 @@ OF_VERL = {
     "rollout.pipeline_model_parallel_size": "use placement.rollout.pp",
     "rollout.expert_parallel_size": "use placement.rollout.ep",
     "rollout.full_determinism": "use run.full_determinism",
-    "rollout.seed": SEED,
-    "rollout.prompt_length": "use data.max_prompt_length",
-    "rollout.response_length": "use data.max_response_length",
+    "rollout.{prompt_length,response_length}": "use data.max_<last>",
     "rollout.max_model_len": "it is data.max_prompt_length + data.max_response_length",
     "rollout.cudagraph_capture_sizes": "use rollout.enforce_eager: no CUDA graphs; else the engine chooses",
     "rollout.do_sample": "use rollout.temperature; training always draws",
@@ -146,26 +137,22 @@ OF_VERL = {
     "rollout.trace.**": "use trainer.save_rollouts: `hpcrl samples` shows every sample",
     "rollout.enable_rollout_routing_replay": "use actor.router_replay.mode=R3",
     "rollout.moe_load_balance_metrics_interval": "the load of experts is among every step's metrics",
-    "rollout.quantization*": QUANTIZED,
-    "rollout.qat.**": QUANTIZED,
-    "rollout.mtp.**": MTP,
+    "rollout.{quantization*,qat.**}": QUANTIZED,
+    "{rollout,model}.mtp.**": "there is no multi-token prediction",
     "rollout.{engine_kwargs,router_config_path,prometheus,disaggregation}.**": SERVERS,
     "rollout.{enable_chunked_prefill,scheduling_policy,disable_log_stats}": ENGINES,
     "rollout.{logprobs_mode,multi_stage_wake_up,skip_tokenizer_init}": ENGINES,
     # model
     "model.hf_config_path": "use model.path",
-    "model.tokenizer_path": "use model.tokenizer",
     "model.custom_chat_template": "use data.chat_template",
     "{model,data,reward.reward_model.model}.{trust_remote_code,external_lib}": CODE,
     "model.override_config.**": "use the keys of model, without model.path",
     "model.enable_gradient_checkpointing": "use model.recompute.granularity: selective or full",
     "model.enable_activation_offload": "activations are computed again (model.recompute.granularity), not offloaded",
     "model.use_remove_padding": PACKED,
-    "model.{use_fused_kernels,use_liger}": CHUNKED,
+    "{actor.use_fused_kernels,model.use_fused_kernels,model.use_liger}": CHUNKED,
     "model.{fused_kernel_options,tiled_mlp}.**": CHUNKED,
-    "model.mtp.**": MTP,
-    "model.lora.rank": "use model.lora_rank",
-    "model.lora.alpha": "use model.lora_alpha",
+    "model.lora.{rank,alpha}": "use model.lora_<last>",
     "model.lora.target_modules": "use model.target_modules",
     "model.{exclude_modules,lora.exclude_modules}": "use model.target_modules: what is to have adapters",
     "model.{lora_adapter_path,lora.adapter_path}": "adapters begin anew, or continue with their run",
@@ -173,8 +160,7 @@ OF_VERL = {
     "model.lora.**": "adapters are LoRA's, with model.lora_rank, model.lora_alpha and model.target_modules",
     "{model,data}.use_shm": "files are read where they are",
     # data
-    "data.tokenizer": "use model.tokenizer",
-    "data.seed": SEED,
+    "{data,rollout}.seed": SEED,
     "data.reward_fn_key": "rules are chosen by the column data_source",
     "data.val_batch_size": "all validation prompts are generated together",
     "data.{tool_config_path,function_tool_path}": "use rollout.multi_turn.function_tool_path",
@@ -187,10 +173,8 @@ OF_VERL = {
     "data.filter_overlong_prompts_workers": "the ranks share the work",
     "data.return_*": "the roles that need it always get it",
     # rewards
-    "reward.reward_manager.source": PLUGIN,
-    "reward.reward_manager.module.**": PLUGIN,
-    "reward.reward_model.reward_loop_*": PLUGIN,
-    "reward.reward_model.num_workers": "use reward.num_workers",
+    "reward.{reward_manager.source,reward_manager.module.**,reward_model.reward_loop_*}": PLUGIN,
+    "reward.{reward_model.num_workers,sandbox_fusion.max_concurrent}": "use reward.num_workers",
     "reward.reward_model.reward_manager": "use reward.reward_manager.name",
     "reward.reward_model.{enable_resource_pool,n_gpus_per_node,nnodes}": "use placement.reward.pool",
     "reward.reward_model.model_path": "use reward.reward_model.init_from, or reward.judge.init_from for a model that "
@@ -198,11 +182,9 @@ OF_VERL = {
     "reward.reward_model.rollout.{gpu_memory_utilization,enforce_eager,temperature}": "use reward.judge.<last>",
     "reward.reward_model.rollout.{max_num_batched_tokens,max_num_seqs}": "use reward.judge.<last>",
     "reward.reward_model.rollout.tensor_model_parallel_size": "use placement.judge.tp",
-    "reward.reward_model.rollout.prompt_length": "use reward.judge.max_prompt_length",
-    "reward.reward_model.rollout.response_length": "use reward.judge.max_response_length",
+    "reward.reward_model.rollout.{prompt_length,response_length}": "use reward.judge.max_<last>",
     "reward.reward_model.rollout.**": "the engine of reward.judge has the options of rollout that it needs",
     "reward.sandbox_fusion.memory_limit_mb": "use reward.memory_limit_mb",
-    "reward.sandbox_fusion.max_concurrent": "use reward.num_workers",
     "reward.sandbox_fusion.url": "programs run in processes of the job; see reward.sandbox",
     # distillation
     "distillation.{n_gpus_per_node,nnodes}": "use placement.teacher.pool",
@@ -225,8 +207,7 @@ OF_VERL = {
     "trainer.ray_wait_register_center_timeout": "there is no Ray",
     "{trainer.v1,async_training}.trainer_mode": "use async_training.mode: sync, one_step_off or bounded_staleness",
     "{trainer.v1.sampler,async_training}.max_off_policy_threshold": "use async_training.staleness_threshold",
-    "trainer.v1.sampler.custom_sampler.path": "use data.sampler.class_path",
-    "trainer.v1.sampler.custom_sampler.name": "use data.sampler.class_name",
+    "trainer.v1.sampler.custom_sampler.{path,name}": "use data.sampler.class_<last>",
     "trainer.v1.**": "the keys of async_training are all that can be set",
     "trainer.use_v1": "there is one trainer",
     "async_training.{require_batches,concurrent_samples_per_replica}": "a step takes data.train_batch_size "
@@ -237,8 +218,7 @@ OF_VERL = {
     "global_profiler.**": "use trainer.profile_steps; traces are torch's, of each rank",
     "skip.**": "use trainer.rollouts_from: the folder of recorded rollouts that feeds the steps",
     "transfer_queue.**": "samples stay on the ranks",
-    "ray_kwargs.**": "there is no Ray",
-    "ray_init.**": "there is no Ray",
+    "{ray_kwargs,ray_init}.**": "there is no Ray",
     # keys of this program in the place where a reader of verl's would look for them
     "{actor,critic,ref,rollout,reward,teacher,judge}.{tp,pp,cp,ep,etp,vpp,pool}": "use placement.<first>.<last>",
 }

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
-    from hpcrl.data.images import ImageProcessor
-    from hpcrl.data.media import Located, MediaItem
     from hpcrl.runtime.world import World
 
 
@@ -40,7 +38,7 @@ class Answers:
         cfg: DataConfig,
         name: str,
         key: str,
-        world: World | None = None,
+        world: World | None,
     ) -> None:
         parts = [
             split_end(tokenizer, self._text(prompts, row, value, cfg, name, key))
@@ -129,11 +127,11 @@ def _check_text_only(message: dict[str, Any], where: str) -> None:
 CHOSEN, REJECTED = 0, 1  # the sides of a pair
 
 
-class AnswerDataset:
+class AnswerDataset(PromptDataset):
     """Prompts with an answer in each of `columns`: one for SFT, the chosen and the rejected one for preferences.
 
-    columns: key of the config -> the column that it names. Side i of a row is its answer in the i-th column.
-    only: as of PromptDataset.
+    columns: key of the config -> the column that it names. Side i of a row is its answer in the i-th column. which:
+    `images` and `only`, as of PromptDataset.
     """
 
     def __init__(
@@ -144,38 +142,18 @@ class AnswerDataset:
         columns: Mapping[str, str],
         max_samples: int = -1,
         world: World | None = None,
-        images: ImageProcessor | None = None,
-        only: int | None = None,
+        **which: Any,
     ) -> None:
-        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world, images, only)
-        self._sides = [Answers(self.prompts, tokenizer, cfg, name, key, world) for key, name in columns.items()]
-
-    def __len__(self) -> int:
-        return len(self.prompts)
+        super().__init__(files, tokenizer, cfg, max_samples, world, **which)
+        self._sides = [Answers(self, tokenizer, cfg, name, key, world) for key, name in columns.items()]
 
     def pair(self, row: int, side: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """(prompt_ids int32 (P,), answer_ids int32 (A,) ending with the end-of-sequence token)."""
-        return self.prompts.prompt_ids(row), self.answer(row, side)
+        return self.prompt_ids(row), self.answer(row, side)
 
     def answer(self, row: int, side: int = 0) -> np.ndarray:
         """Token ids of the answer, int32 (A,), ending with the end-of-sequence token."""
         return self._sides[side][row]
-
-    def where(self, row: int) -> str:
-        """Return `<path>: row <n>`."""
-        return self.prompts.where(row)
-
-    def media(self, row: int) -> list[MediaItem]:
-        """Return the pictures and videos of a prompt, in the order of their tokens."""
-        return self.prompts.media(row)
-
-    def patches(self, row: int, index: int) -> np.ndarray:
-        """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
-        return self.prompts.patches(row, index)
-
-    def locate(self, row: int, index: int) -> Located:
-        """Return where the patches of item `index` come from, for a process that decodes them."""
-        return self.prompts.locate(row, index)
 
     def check_not_empty(self, name: str) -> None:
         """Raise InputError for a row of whose answer only the end-of-sequence token would be trained."""
@@ -185,24 +163,9 @@ class AnswerDataset:
                 "trained; remove the row, or set data.accept_dropped_parts=true"
             )
 
-    @property
-    def num_filtered(self) -> int:
-        """Rows whose prompts are too long."""
-        return self.prompts.num_filtered
-
-    @property
-    def num_bad(self) -> int:
-        """Rows that data.bad_images=skip dropped."""
-        return self.prompts.num_bad
-
-    @property
-    def file_sizes(self) -> list[int]:
-        """Rows of each file."""
-        return self.prompts.file_sizes
-
     def lengths(self, side: int = 0) -> np.ndarray:
         """Tokens of prompt and answer together, int64 (len,)."""
-        return self.prompts.prompt_lengths + self._sides[side].lengths
+        return self.prompt_lengths + self._sides[side].lengths
 
     @cached_property
     def num_equal(self) -> int:
@@ -213,31 +176,20 @@ class AnswerDataset:
 class LabelledDataset(AnswerDataset):
     """Prompts with one answer each that is good or bad, as TRL's KTO takes them.
 
-    label: key of the config, and the column that it names, which holds true or false, or 1 or 0.
+    data, which: arguments of AnswerDataset. label: key of the config, and the column that it names, which holds true or
+    false, or 1 or 0.
     """
 
-    def __init__(
-        self,
-        files: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        cfg: DataConfig,
-        columns: Mapping[str, str],
-        label: tuple[str, str],
-        max_samples: int = -1,
-        world: World | None = None,
-        images: ImageProcessor | None = None,
-        only: int | None = None,
-    ) -> None:
-        super().__init__(files, tokenizer, cfg, columns, max_samples, world, images, only)
-        self.labels = np.array(  # bool (len,)
-            [self._label(row, value, *label) for row, value in enumerate(self.prompts.values(label[1]))]
-        )
+    def __init__(self, *data: Any, label: tuple[str, str], **which: Any) -> None:
+        super().__init__(*data, **which)
+        values = enumerate(self.values(label[1]))
+        self.labels = np.array([self._label(row, value, *label) for row, value in values])  # bool (len,)
 
     def _label(self, row: int, value: Any, key: str, name: str) -> bool:
         if value in (True, False):
             return bool(value)
         problem = f"no column {name!r}" if value is None else f"column {name!r} holds {str(value)[:80]!r}"
         raise InputError(
-            f"{self.prompts.where(row)}: {problem}; expected true for a good answer and false for a bad one; "
+            f"{self.where(row)}: {problem}; expected true for a good answer and false for a bad one; "
             f"add it, or use another column in {key}"
         )

@@ -52,15 +52,15 @@ def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser
             command.add_argument(
                 "--from", dest="folder", type=Path, required=True, metavar="DIR", help="downloaded files"
             )
-            command.add_argument("--val-rows", type=at_least(1), metavar="N", help="hold out, if the files have none")
+            command.add_argument("--val-rows", type=number, metavar="N", help="hold out, if the files have none")
             command.add_argument(
                 "--drop-duplicates",
                 action="store_true",
                 help="drop training rows with a validation prompt",
             )
         else:
-            command.add_argument("--rows", type=at_least(1), default=2000, metavar="N", help="training rows (2000)")
-            command.add_argument("--val-rows", type=at_least(1), default=200, metavar="N", help="validation rows (200)")
+            command.add_argument("--rows", type=number, default=2000, metavar="N", help="training rows (2000)")
+            command.add_argument("--val-rows", type=number, default=200, metavar="N", help="validation rows (200)")
         command.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
         command.add_argument("--seed", type=int, default=0, metavar="N", help="of what is held out or drawn (0)")
         if source.problem is None:
@@ -95,13 +95,11 @@ def add_threshold(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threshold", type=share, default=THRESHOLD, metavar="X", help=help_text)
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"found {text}; expected at least {smallest}")
-        return int(text)
-
-    return number
+def number(text: str) -> int:
+    """An option's number of rows. argparse shows this function's name for text that is no integer."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text}; expected at least 1")
+    return int(text)
 
 
 def share(text: str) -> float:
@@ -112,16 +110,8 @@ def share(text: str) -> float:
 
 def prepare(parsed: argparse.Namespace, source: Source) -> int:
     if isinstance(source, FileSource):
-        dataset = prepare_files(
-            parsed.name,
-            source,
-            parsed.folder,
-            parsed.out,
-            seed=parsed.seed,
-            val_rows=parsed.val_rows,
-            drop_duplicates=parsed.drop_duplicates,
-            threshold=parsed.threshold,
-        )
+        options = {name: getattr(parsed, name) for name in ("seed", "val_rows", "drop_duplicates", "threshold")}
+        dataset = prepare_files(parsed.name, source, parsed.folder, parsed.out, **options)
     else:
         dataset = draw_rows(source, rows=parsed.rows, val_rows=parsed.val_rows, seed=parsed.seed)
     description = write(parsed.name, source, dataset, parsed.out, seed=parsed.seed, threshold=parsed.threshold)
@@ -194,14 +184,10 @@ def check(parsed: argparse.Namespace) -> int:
         prompts.append([prompt_text(prompt) for file in files for prompt in file.column(parsed.prompt_key)])
         pictures.append([picture_key(images) for file in files for images in file.column(parsed.image_key)])
     found = find_duplicates(prompts[0], prompts[1], parsed.threshold, (pictures[0], pictures[1]))
-    train, val = (
-        {"exact": int(exact.sum()), "near": int(near.sum())}
-        for exact, near in ((found.train_exact, found.train_near), (found.val_exact, found.val_near))
-    )
     examples = [
         {"similarity": one.similarity, "train": prompts[0][one.train_row], "val": prompts[1][one.val_row]}
         for one in found.examples
     ]
     print(f"{len(prompts[0])} training rows, {len(prompts[1])} validation rows")
-    print("\n".join(duplicate_lines(train, val, parsed.threshold, examples)))
+    print("\n".join(duplicate_lines(found.counts("train"), found.counts("val"), parsed.threshold, examples)))
     return exits.OTHER if found.examples else exits.DONE

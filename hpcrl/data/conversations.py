@@ -63,6 +63,7 @@ class Conversations:
     ) -> None:
         self._path, self._cfg, self._key, self._turns = path, cfg, key, turns
         self._tokenizer, self._template = tokenizer, ChatTemplate.of_data(tokenizer, cfg)
+        self._mark = self._by_marks if self._template.marks_generation else self._by_differences
         self._ends = end_token_ids(tokenizer)
         self._end_texts = [tokenizer.decode([end]) for end in self._ends]
         self._limit = cfg.max_prompt_length + cfg.max_response_length
@@ -113,10 +114,6 @@ class Conversations:
         """Return the pictures and videos of a conversation; their places count from the start of the prompt."""
         return self._items[row]
 
-    def patches(self, row: int, index: int) -> np.ndarray:
-        """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
-        return self._media.patches(int(self._rows[row]), index, self.media(row)[index])
-
     def locate(self, row: int, index: int) -> Located:
         """Return where the patches of item `index` come from, for a process that decodes them."""
         return self._media.locate(int(self._rows[row]), index, self.media(row)[index])
@@ -145,8 +142,7 @@ class Conversations:
 
     def _encode(self, opened: Opened, where: str, options: dict[str, Any]) -> Marked:
         """Tokens of the conversation, with one placeholder token repeated for each token of a picture."""
-        encode = self._by_marks if self._template.marks_generation else self._by_differences
-        marked = encode(self._with_one_end(opened.prompt, where, options), where, options)
+        marked = self._mark(self._with_one_end(opened.prompt, where, options), where, options)
         if self._reader is None:
             return marked
         repeats, items = self._reader.expand(marked.ids.tolist(), opened.entries)
@@ -169,9 +165,8 @@ class Conversations:
 
     def _is_ended(self, messages: list[Any], where: str, options: dict[str, Any]) -> bool:
         """Whether the tokens with loss end with an end-of-sequence token."""
-        encode = self._by_marks if self._template.marks_generation else self._by_differences
         try:
-            marked = encode(messages, where, options)
+            marked = self._mark(messages, where, options)
         except InputError:  # such as a turn without any token
             return False
         return bool(np.isin(marked.ids[marked.mask][-1], self._ends))

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,10 @@ class Duplicates:
     def train(self) -> np.ndarray:
         """Training rows with an exact or near duplicate, bool (rows,)."""
         return self.train_exact | self.train_near
+
+    def counts(self, split: str) -> dict[str, int]:
+        """Rows of `train` or `val` with an exact duplicate, and with a near one."""
+        return {kind: int(getattr(self, f"{split}_{kind}").sum()) for kind in ("exact", "near")}
 
 
 def prompt_text(prompt: Any) -> str:
@@ -145,17 +150,10 @@ def without_instruction(texts: Sequence[list[str]]) -> list[list[str]]:
     """Texts as lists of words, without the words that all of them begin with, and those that all end with."""
     if len(texts) < 2:
         return list(texts)
-    shortest = min(map(len, texts))
-    start = common_length(texts, range(shortest))
-    end = common_length(texts, range(-1, start - shortest - 1, -1))
+    start = len(commonprefix(texts))
+    # of the words after the start, from the last one on
+    end = len(commonprefix([text[: start - len(text) - 1 : -1] for text in texts]))
     return [text[start : len(text) - end] for text in texts]
-
-
-def common_length(texts: Sequence[list[str]], places: range) -> int:
-    for count, place in enumerate(places):
-        if any(text[place] != texts[0][place] for text in texts):
-            return count
-    return len(places)
 
 
 def shingles(texts: Sequence[list[str]]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from hpcrl.batch.pictures import PictureColumn, PicturePlaces
+from hpcrl.data.media import readable
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox import worker
 from hpcrl.sandbox.process_pool import ProcessPool
@@ -62,7 +63,7 @@ TIMEOUT_SECONDS = 60.0  # for a picture; then the rank decodes it
 class Dataset(MediaRows, Protocol):
     """PromptDataset, and other datasets with pictures."""
 
-    def patches(self, row: int, index: int) -> np.ndarray: ...
+    def where(self, row: int) -> str: ...
     def locate(self, row: int, index: int) -> Located: ...
 
 
@@ -87,7 +88,7 @@ class ImageLoader:
     """
 
     def __init__(self, dataset: Dataset, images: ImageProcessor, num_workers: int) -> None:
-        self.dataset, self._num_workers = dataset, num_workers
+        self.dataset, self._images, self._num_workers = dataset, images, num_workers
         self._requests: dict[int, list[tuple[int, int]]] = {}  # (row, index) of those under way
         self._number_of: dict[tuple[int, int], int] = {}
         self._patches: dict[tuple[int, int], np.ndarray] = {}
@@ -125,7 +126,10 @@ class ImageLoader:
         if number is not None:
             self._receive(number)
         found = self._patches.pop((row, index), None)
-        return self.dataset.patches(row, index) if found is None else found
+        if found is None:
+            with readable(self.dataset.where(row), index):
+                found = self._images.patches_of(*self.dataset.locate(row, index))
+        return found
 
     def load(self, pictures: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the patches of these pictures, (row, index) each; the processes decode them together."""

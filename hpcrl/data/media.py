@@ -263,7 +263,7 @@ class FileMedia:
         assert self._reader is not None  # without it no row has an item
         prompt, images, videos = (self._file.column(name, number, number + 1)[0] for name in (self._key, *self._names))
         row = Row(images, videos, self._is_tagged)
-        with self._readable(number, index):
+        with readable(f"{self._file.path}: row {number}", index):
             self._reader.place(prompt, row)
             for source in row.taken:
                 num = self._reader.images.num_entries(source)
@@ -272,28 +272,21 @@ class FileMedia:
                 index -= num
             raise BadImage(f"found {len(row.taken)} pictures; expected more")
 
-    def patches(self, number: int, index: int, item: MediaItem) -> np.ndarray:
-        """Return the patches of one item of a row, float32 (patches, width)."""
-        assert self._reader is not None
-        located = self.locate(number, index, item)
-        with self._readable(number, index):
-            return self._reader.images.patches_of(*located)
-
     def thumbnail(self, number: int, index: int, item: MediaItem) -> bytes:
         """Return a small PNG of one item of a row."""
         assert self._reader is not None
         source, folder, entry, _ = self.locate(number, index, item)
-        with self._readable(number, index):
+        with readable(f"{self._file.path}: row {number}", index):
             return self._reader.images.thumbnail(source, folder, entry)
 
-    @contextmanager
-    def _readable(self, number: int, index: int) -> Iterator[None]:
-        try:
-            yield
-        except BadImage as error:
-            raise InputError(
-                f"{self._file.path}: row {number}: item {index}: {error}; it was readable when the job started"
-            ) from None
+
+@contextmanager
+def readable(where: str, index: int) -> Iterator[None]:
+    """Raise InputError where reading item `index` of a row raises BadImage."""
+    try:
+        yield
+    except BadImage as error:
+        raise InputError(f"{where}: item {index}: {error}; it was readable when the job started") from None
 
 
 class MediaTable:

@@ -179,7 +179,6 @@ def write(
             "dropped": dict(sorted(rows.dropped.items())),
             "sha256": sha256(path),
         }
-    duplicates = dataset.duplicates
     description = {
         "name": name,
         "template": source.template,
@@ -191,8 +190,8 @@ def write(
         "duplicates": {
             "compared": "problems" if threshold is None else "prompts",
             **({} if threshold is None else near_duplicates(threshold)),
-            "train_rows": {"exact": int(duplicates.train_exact.sum()), "near": int(duplicates.train_near.sum())},
-            "val_rows": {"exact": int(duplicates.val_exact.sum()), "near": int(duplicates.val_near.sum())},
+            "train_rows": dataset.duplicates.counts("train"),
+            "val_rows": dataset.duplicates.counts("val"),
             "examples": dataset.examples,
         },
     }

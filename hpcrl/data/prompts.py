@@ -50,7 +50,7 @@ class PromptDataset:
     Everything is read, tokenised and checked at construction, so that a bad row stops the job before its first step.
     `max_samples` (-1: all) takes the first rows of all files together, before the filter, as in verl. With a `world`,
     construction is collective and its ranks share the work. Pictures are opened with `images`, once at construction and
-    then by `patches`; without it, a row with pictures is an error. only: a row of the only file, to read that one.
+    then by `ImageLoader`; without it, a row with pictures is an error. only: a row of the only file, to read that one.
     """
 
     def __init__(
@@ -112,10 +112,6 @@ class PromptDataset:
     def media(self, row: int) -> list[MediaItem]:
         """Return the pictures and videos of a prompt, in the order of their tokens."""
         return self._items[row]
-
-    def patches(self, row: int, index: int) -> np.ndarray:
-        """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
-        return self._media[self._file_of[row]].patches(int(self._row_of[row]), index, self.media(row)[index])
 
     def locate(self, row: int, index: int) -> Located:
         """Return where the patches of item `index` come from, for a process that decodes them."""

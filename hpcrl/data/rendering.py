@@ -118,7 +118,7 @@ def missing_part(message: Mapping[str, Any], text: str) -> str | None:
     """
     parts = [(name, part) for name in TEXTS for part in _texts(message.get(name))]
     for name, part in parts:
-        if not _stands(part, text):
+        if part.strip() not in text and "".join(part.split()) not in "".join(text.split()):
             return f"{name} {_short(part)}"
     if not _has_calls(message):
         return None
@@ -130,10 +130,6 @@ def missing_part(message: Mapping[str, Any], text: str) -> str | None:
             if not any(_has_word(rest, spelling) for spelling in _spellings(value)):
                 return f"{place}{what} {_short(value)}"
     return None
-
-
-def _stands(part: str, text: str) -> bool:
-    return part.strip() in text or "".join(part.split()) in "".join(text.split())
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -95,14 +95,8 @@ def rule_row(
 
 def answered_row(data_source: str, prompt: str | list[Message], **answers: str | list[Message]) -> Row:
     """A row that no rule scores, with columns of answers."""
-    return {
-        "data_source": data_source,
-        "prompt": as_conversation(prompt),
-        "ability": "chat",
-        "reward_model": {"style": "model", "ground_truth": ""},
-        "extra_info": {},
-        **answers,
-    }
+    judged = {"ability": "chat", "reward_model": {"style": "model", "ground_truth": ""}}
+    return rule_row(data_source, prompt, "") | judged | answers
 
 
 def as_conversation(prompt: str | list[Message]) -> list[Message]:

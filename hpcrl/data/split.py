@@ -84,17 +84,9 @@ class RowCollector:
 
     def _require_new(self, row: Row) -> None:
         """An SFT or a preference row is its prompt, pictures and answers; another row is its prompt and pictures."""
-        identity, truth = (
-            digest(part)
-            for part in (
-                [
-                    row["prompt"],
-                    picture_key(row.get("images")),
-                    *map(row.get, ("answer", "messages", "chosen", "rejected")),
-                ],
-                row["reward_model"],
-            )
-        )
+        answers = map(row.get, ("answer", "messages", "chosen", "rejected"))
+        identity = digest([row["prompt"], picture_key(row.get("images")), *answers])
+        truth = digest(row["reward_model"])
         if identity in self._truths:
             same = self._truths[identity] == truth
             raise Dropped("repeats a row" if same else "repeats a prompt with another ground truth")

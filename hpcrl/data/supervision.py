@@ -6,7 +6,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import DataConfig
     from hpcrl.data.images import ImageProcessor
     from hpcrl.data.media import Located, MediaItem
-    from hpcrl.runtime.world import World
 
 log = logging.getLogger(__name__)
 
 
 class SftDataset:
     """Sequences of several files, end to end: conversations of files with the column `messages_key`, prompts with the
-    answer in `answer_key` of others. `max_samples` (-1: all) takes the first rows of all files together. only: as of
-    PromptDataset."""
+    answer in `answer_key` of others. `max_samples` (-1: all) takes the first rows of all files together. which:
+    `world`, `images` and `only`, as of PromptDataset."""
 
     def __init__(
         self,
@@ -42,9 +41,7 @@ class SftDataset:
         answer_key: str,
         turns: Turns,
         max_samples: int = -1,
-        world: World | None = None,
-        images: ImageProcessor | None = None,
-        only: int | None = None,
+        **which: Any,
     ) -> None:
         self._files: list[Conversations | AnswerDataset] = []
         for path in files:
@@ -52,11 +49,10 @@ class SftDataset:
             if num_left == 0:
                 break
             if messages_key in columns_of(path):
-                options = (messages_key, turns, num_left, world, images, only)
-                self._files.append(Conversations(path, tokenizer, cfg, *options))
+                self._files.append(Conversations(path, tokenizer, cfg, messages_key, turns, num_left, **which))
             else:
                 columns = {"sft.answer_key": answer_key}
-                answers = AnswerDataset([path], tokenizer, cfg, columns, num_left, world, images, only)
+                answers = AnswerDataset([path], tokenizer, cfg, columns, num_left, **which)
                 if not cfg.accept_dropped_parts:
                     answers.check_not_empty(answer_key)
                 self._files.append(answers)
@@ -110,11 +106,6 @@ class SftDataset:
         """Return the pictures and videos of a sequence, in the order of their tokens."""
         file, row = self._find(row)
         return file.media(row)
-
-    def patches(self, row: int, index: int) -> np.ndarray:
-        """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
-        file, row = self._find(row)
-        return file.patches(row, index)
 
     def locate(self, row: int, index: int) -> Located:
         """Return where the patches of item `index` come from, for a process that decodes them."""

@@ -143,8 +143,8 @@ class Preference(PairsJob):
         if self.loss.paired:
             return super().read_rows(paths, tokenizer, **which)
         columns = {"preference.completion_key": self.own.completion_key}
-        label = "preference.label_key", self.own.label_key
-        return LabelledDataset(paths, tokenizer, self.config.data, columns, label, world=self.world, **which)
+        which |= {"label": ("preference.label_key", self.own.label_key), "world": self.world}
+        return LabelledDataset(paths, tokenizer, self.config.data, columns, **which)
 
     def supervised(self, dataset: AnswerDataset, row: int) -> list[Supervised]:
         if isinstance(dataset, LabelledDataset):

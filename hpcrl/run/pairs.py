@@ -30,6 +30,7 @@ from hpcrl.data.supervision import Supervised
 from hpcrl.run.calls import metrics_of
 from hpcrl.run.job import SupervisedConfig, SupervisedJob
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.new_files import draft_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,12 +103,10 @@ class RefLogps:
                 values[:rows] = kept[split][:rows]
 
     def _write(self) -> None:
-        draft = self.path.with_name(f"{self.path.name}.tmp")
-        with draft.open("wb") as file:
+        with draft_of(self.path) as draft, draft.open("wb") as file:
             np.savez(file, allow_pickle=False, key=np.array(self.key), **self.values)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(draft, self.path)
 
 
 def ref_logps_key(datasets: Mapping[str, AnswerDataset], *further: object) -> str:
@@ -116,7 +115,7 @@ def ref_logps_key(datasets: Mapping[str, AnswerDataset], *further: object) -> st
     for split, dataset in datasets.items():
         digest.update(split.encode())
         for row in range(len(dataset)):
-            for ids in (dataset.prompts.prompt_ids(row), dataset.answer(row, CHOSEN), dataset.answer(row, REJECTED)):
+            for ids in (*dataset.pair(row, CHOSEN), dataset.answer(row, REJECTED)):
                 digest.update(len(ids).to_bytes(4, "little") + ids.tobytes())
     return digest.hexdigest()
 

@@ -67,10 +67,8 @@ def likely_cause(found: Evidence) -> str:
 
 
 def _straggler(found: Evidence) -> str | None:
-    for slow in found.slow:
-        if slow.phase in found.methods:
-            return f"rank {slow.rank} on {slow.node} is slower than its peers in it"
-    return None
+    in_it = (slow for slow in found.slow if slow.phase in found.methods)
+    return next((f"rank {slow.rank} on {slow.node} is slower than its peers in it" for slow in in_it), None)
 
 
 def _swap(found: Evidence) -> str | None:

@@ -272,7 +272,8 @@ class Replay(TrainingJob):
         if not all(result.is_bitwise for result in results):
             log.info("other than in the run: %s", "; ".join(self.changes()) or "the machine, its threads or the code")
         run_owner.check()
-        replace_json(folder / RESULT_FILE, self._record([str(result) for result in results]))
+        record: dict[str, Any] = {"run": str(self.source), "step": self.last_step, "first_step": self.first}
+        replace_json(folder / RESULT_FILE, record | {"results": [str(result) for result in results]})
         if self.arguments.tokens:
             write_tokens(Path(self.arguments.tokens), step_path(folder / "rollouts", self.last_step))
             log.info("the tokens of step %d are in %s", self.last_step, self.arguments.tokens)
@@ -289,9 +290,6 @@ class Replay(TrainingJob):
         if any(text.startswith("placement") for text in self.arguments.overrides):
             found.append("the placement")
         return found
-
-    def _record(self, lines: list[str]) -> dict[str, Any]:
-        return {"run": str(self.source), "step": self.last_step, "first_step": self.first, "results": lines}
 
 
 def needs_rollouts(job: type[TrainingJob]) -> bool:

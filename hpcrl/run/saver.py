@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,7 +220,7 @@ def export(
     tokenizer: the policy's, if it is loaded."""
     folder.mkdir(parents=True)
     shape = controller["export"].shape().get()[0]
-    _raise(controller["export"].write(str(folder)).get())
+    raise_first(controller["export"].write(str(folder)).get())
     like = Path(config.model.path) if config.model.path is not None else None
     itemsize = ITEMSIZE[config.model.dtype]
     files = plan_files(shape, itemsize, controller["export"].layout.size)
@@ -247,14 +247,15 @@ def export_adapter(controller: Controller, config: Config, folder: Path) -> None
     folder.mkdir(parents=True)
     shape, lora = controller["export"].shape().get()[0], Lora.from_config(config.model)
     assert lora is not None
-    _raise(controller["export"].write_adapter(str(folder)).get())
+    raise_first(controller["export"].write_adapter(str(folder)).get())
     named = config.model.init_from or config.model.path
     base = named if named is not None and is_hugging_face(Path(named)) else None
     settings = adapter_config(shape, lora, base)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _raise(problems: list[tuple[int | None, str, str] | None]) -> None:
+def raise_first(problems: Iterable[tuple[int | None, str, str] | None]) -> None:
+    """Raise OSError for the first problem of a rank, if there is one. problems: arguments of OSError, by rank."""
     for problem in problems:
         if problem is not None:
             raise OSError(*problem)

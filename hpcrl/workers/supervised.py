@@ -198,7 +198,7 @@ class PreferenceDataWorker(DataWorker):
         split, samples, rows = batch.meta_info["split"], batch.samples, batch.samples["row"].tolist()
         pairs = self.inputs.pairs[split]
         answers = zip(samples.get("answer_row", samples["row"]).tolist(), samples["side"].tolist(), strict=True)
-        prompts = [pairs.prompts.prompt_ids(row) for row in rows]
+        prompts = [pairs.prompt_ids(row) for row in rows]
         found = list(zip(prompts, (pairs.answer(row, side) for row, side in answers), strict=True))
         columns = whole_columns(found) if batch.meta_info.get("nll_of_prompt") else answer_columns(found)
         return self.with_pictures(columns, split, rows)

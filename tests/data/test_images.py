@@ -26,7 +26,7 @@ from PIL import Image
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.conversations import Conversations
-from hpcrl.data.image_loader import ImageLoader
+from hpcrl.data.image_loader import Dataset, ImageLoader
 from hpcrl.data.images import ImageProcessor, Limits
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import PromptDataset
@@ -112,6 +112,10 @@ def processor(tokenizer: Any, folders: dict[bool, str]) -> Any:
         return ImageProcessor.of_model(folders[is_qwen3], vision(ids, is_qwen3), DataConfig(**data))
 
     return make
+
+
+def patches_of(data: Dataset, images: ImageProcessor, row: int, index: int) -> np.ndarray:
+    return ImageLoader(data, images, 0).take(row, index)
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +257,7 @@ def test_geometry3k(tmp_path: Path, tokenizer: Any, processor: Any, theirs: Any,
             run = slice(item.start, item.start + nums[place])
             assert (ids[run] == pad).all() and ids[item.start - 1] != pad and ids[run.stop] != pad
         for index, place in enumerate(order):
-            assert np.array_equal(data.patches(number, index), expected[place]["pixel_values"])
+            assert np.array_equal(patches_of(data, images, number, index), expected[place]["pixel_values"])
         assert data.prompt_text(number) == re.sub(r"(<\|image_pad\|>)+", r"\1", tokenizer.decode(ids))
     assert data.media(0)[0].key == data.media(2)[0].key  # the engine encodes equal pictures once
     assert len({item.key for item in data.media(2)}) == 3
@@ -281,7 +285,10 @@ def test_transformers_processor_gives_the_same_tokens(
     path = write(tmp_path / "a.parquet", [row("<image> or <image>", [encoded(image) for image in pictures])])
     data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=1000), images=processor())
     assert data.prompt_ids(0).tolist() == ids
-    assert np.array_equal(np.concatenate([data.patches(0, 0), data.patches(0, 1)]), inputs["pixel_values"])
+    assert np.array_equal(
+        np.concatenate([patches_of(data, processor(), 0, 0), patches_of(data, processor(), 0, 1)]),
+        inputs["pixel_values"],
+    )
 
 
 def test_where_a_picture_may_be(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
@@ -306,7 +313,7 @@ def test_where_a_picture_may_be(tmp_path: Path, tokenizer: Any, processor: Any) 
     assert all(data.prompt_ids(number).tolist() == expected for number in range(len(rows)))
     assert len({item.key for number in range(len(rows)) for item in data.media(number)}) == 1
     patches = processor().patches(image)[0]
-    assert all(np.array_equal(data.patches(number, 0), patches) for number in range(len(rows)))
+    assert all(np.array_equal(patches_of(data, processor(), number, 0), patches) for number in range(len(rows)))
 
 
 def test_pictures_in_prompts_without_a_template(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
@@ -334,7 +341,7 @@ def test_pictures_of_one_row_have_own_limits(tmp_path: Path, tokenizer: Any, pro
     path = write(tmp_path / "a.parquet", [row("<image><image>", values)])
     data = PromptDataset([path], tokenizer, DataConfig(), images=processor())
     assert [item.grid for item in data.media(0)] == [(1, 6, 6), (1, 22, 22)]
-    assert [len(data.patches(0, index)) for index in range(2)] == [36, 484]
+    assert [len(patches_of(data, processor(), 0, index)) for index in range(2)] == [36, 484]
 
 
 def test_expanded_tokens_count(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
@@ -497,7 +504,7 @@ def test_rows_with_bad_pictures(tmp_path: Path, tokenizer: Any, processor: Any, 
         data = PromptDataset([path], tokenizer, DataConfig(bad_images="skip"), images=processor())
     assert (len(data), data.num_bad, data.num_filtered) == (2 * len(rows), 2 * len(rows), 0)
     assert [data.uid(number, 0) for number in range(2)] == ["mixed.parquet:1:0", "mixed.parquet:3:0"]
-    assert len(data.patches(len(data) - 1, 0)) == 16
+    assert len(patches_of(data, processor(), len(data) - 1, 0)) == 16
     written = [record.getMessage() for record in caplog.records]
     assert len(written) == 21
     assert all(
@@ -544,7 +551,7 @@ def test_conversations_with_pictures(tmp_path: Path, tokenizer: Any, processor: 
     assert [item.start for item in items] == [pads[0], pads[4], pads[14]]
     assert items[2].start > len(prompt)  # it is in the response, without loss
     assert (items[0].key, items[0].grid) == (items[2].key, items[2].grid)
-    assert [len(data.patches(0, index)) for index in range(3)] == [16, 40, 16]
+    assert [len(patches_of(data, processor(), 0, index)) for index in range(3)] == [16, 40, 16]
     assert data.media(1) == []
     assert tokenizer.decode(data.sequence(1)[1][:3]) == "A.<|im_end|>"
 
@@ -576,7 +583,7 @@ def test_bad_conversations(tmp_path: Path, tokenizer: Any, processor: Any, caplo
         data = SftDataset([path, path], tokenizer, DataConfig(bad_images="skip"), **options, images=processor())
     assert (len(data), data.num_bad, data.num_filtered) == (2, 4, 0)
     assert len(caplog.records) == 4
-    assert len(data.media(1)) == 1 and data.patches(1, 0).shape == (400, 1176)
+    assert len(data.media(1)) == 1 and patches_of(data, processor(), 1, 0).shape == (400, 1176)
     first = SftDataset(
         [path, path], tokenizer, DataConfig(bad_images="skip"), **options, max_samples=4, images=processor()
     )
@@ -610,7 +617,7 @@ def test_answers_to_pictures(tmp_path: Path, tokenizer: Any, processor: Any) -> 
     prompt, response, mask = data.sequence(0)
     assert prompt.tolist() == ids_of(tokenizer, chat("[image 4]?"))
     assert tokenizer.decode(response) == "A.<|im_end|>" and mask.all()
-    assert (len(data.media(0)), data.patches(0, 0).shape, data.media(1)) == (1, (16, 1176), [])
+    assert (len(data.media(0)), patches_of(data, processor(), 0, 0).shape, data.media(1)) == (1, (16, 1176), [])
     bad = write(tmp_path / "b.parquet", [row("<image>?", value, answer="<|image_pad|>")])
     with pytest.raises(InputError, match="row 0: the answer in 'answer' has the placeholder token of a picture"):
         SftDataset([bad], tokenizer, DataConfig(), **options)
@@ -644,8 +651,8 @@ def test_videos_of_qwen2_5(tmp_path: Path, tokenizer: Any, processor: Any, num: 
     assert (whole.grid, whole.interval, still.grid, still.interval) == ((groups, 4, 8), 1.0, (1, 4, 8), 1.0)
     assert data.prompt_ids(0)[whole.start - 1] == tokenizer.convert_tokens_to_ids("<|vision_start|>")
     expected = video_patches(frames, (112, 56), False)
-    assert np.allclose(data.patches(0, 0), np.concatenate(expected), atol=1e-6)
-    assert np.array_equal(data.patches(0, 1), processor().patches(frames[0])[0])
+    assert np.allclose(patches_of(data, processor(), 0, 0), np.concatenate(expected), atol=1e-6)
+    assert np.array_equal(patches_of(data, processor(), 0, 1), processor().patches(frames[0])[0])
     (plain,) = data.media(1)  # at least 128 tokens, and two frames per second
     assert (plain.grid, plain.interval) == ((1, 16, 32), 2.0)
 
@@ -679,7 +686,7 @@ def test_videos_of_qwen3(tmp_path: Path, tokenizer: Any, processor: Any, num: in
     expected = video_patches(frames, (128, 64), True)
     for found in (data, strings, spoken):
         for number, patches in enumerate(expected):
-            assert np.allclose(found.patches(0, 1 + number), patches, atol=1e-6)
+            assert np.allclose(patches_of(found, images, 0, 1 + number), patches, atol=1e-6)
     assert [item.key for item in data.media(1)] == [item.key for item in items[1:]]
     assert len({item.key for item in items}) == len(items)
 
@@ -717,10 +724,10 @@ def test_a_file_that_changes(tmp_path: Path, tokenizer: Any, processor: Any) -> 
     with pytest.raises(
         InputError, match=r"row 0: item 0: found a picture of \(1, 4, 6\) patches; expected \(1, 4, 4\)"
     ):
-        data.patches(0, 0)
+        patches_of(data, processor(), 0, 0)
     path.unlink()
     with pytest.raises(InputError, match=r"row 0: item 0: found no file .*; it was readable when the job started"):
-        data.patches(0, 0)
+        patches_of(data, processor(), 0, 0)
 
 
 @pytest.mark.parametrize("cache", [2**28, 70_000, 1])
@@ -737,7 +744,7 @@ def test_pictures_stay_in_the_file(
     for start, stop in ((0, 7), (2, 4), (5, 6), (3, 3), (0, 1)):
         assert file.column("images", start, stop) == everything[start:stop]
     data = PromptDataset([str(path)], tokenizer, DataConfig(), images=processor())
-    assert [data.patches(number, 0).shape[0] for number in (6, 0, 3)] == [64, 16, 40]
+    assert [patches_of(data, processor(), number, 0).shape[0] for number in (6, 0, 3)] == [64, 16, 40]
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (2 if cache == 1 else 0)  # one for each opened file
     assert all("a.parquet: a row group has 0 MiB in 'images', and a row in another one reads" in line for line in lines)
@@ -793,7 +800,7 @@ def test_pictures_are_loaded_ahead(
     rows = [row("<image>", [encoded(it)]) for it in pictures]
     data = PromptDataset([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig(), images=images)
     loader = ImageLoader(data, images, 2)
-    monkeypatch.delattr(PromptDataset, "patches")
+    monkeypatch.delattr(PromptDataset, "where")
     try:
         for rows_ahead in ([0, 1], [1, 2], [2, 3, 2]):
             loader.load_ahead(rows_ahead)

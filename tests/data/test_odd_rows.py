@@ -149,7 +149,7 @@ def pairs_of(path: str, tokenizer: Any, cfg: DataConfig) -> list[Any]:
 
 def labels_of(path: str, tokenizer: Any, cfg: DataConfig) -> list[Any]:
     columns = {"preference.completion_key": "completion"}
-    data = LabelledDataset([path], tokenizer, cfg, columns, ("preference.label_key", "label"))
+    data = LabelledDataset([path], tokenizer, cfg, columns, label=("preference.label_key", "label"))
     return [[[part.tolist() for part in data.pair(row)], bool(data.labels[row])] for row in range(len(data))]
 
 

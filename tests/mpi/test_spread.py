@@ -46,10 +46,10 @@ def test_the_dataset_is_that_of_one_rank(world: World, world_tmp_path: Path) -> 
     alone = AnswerDataset(files, TOKENIZER, CONFIG, COLUMNS, max_samples=17)
     shared = AnswerDataset(files, TOKENIZER, CONFIG, COLUMNS, max_samples=17, world=world)
     assert 0 < len(shared) == len(alone) < 17
-    assert shared.prompts.num_filtered == alone.prompts.num_filtered
-    assert shared.prompts.file_sizes == alone.prompts.file_sizes
+    assert shared.num_filtered == alone.num_filtered
+    assert shared.file_sizes == alone.file_sizes
     for row in range(len(alone)):
-        assert shared.prompts.uid(row, 0) == alone.prompts.uid(row, 0)
+        assert shared.uid(row, 0) == alone.uid(row, 0)
         for side in (0, 1):
             for found, expected in zip(shared.pair(row, side), alone.pair(row, side), strict=True):
                 assert found.dtype == expected.dtype == np.int32

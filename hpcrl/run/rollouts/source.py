@@ -25,6 +25,7 @@ from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rewards.manager import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.run.rollouts.scoring import DroppedPrompts, FirstSamples, differing, metric_values, num_prompts, numbered
+from hpcrl.run.saver import raise_first
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -366,9 +367,7 @@ def write_samples(
     controller: Controller, batch: DataProto, folder: Path, step: int, *, seed: int, weight_version: int
 ) -> None:
     """Write a step's samples into the archive `folder`, on the ranks that have them. Raises OSError."""
-    for problem in controller["archive"].write(batch, str(folder)).get():
-        if problem is not None:
-            raise OSError(*problem)
+    raise_first(controller["archive"].write(batch, str(folder)).get())
     finish_step(folder, step, seed=seed, weight_version=weight_version, report=log.warning)
 
 
