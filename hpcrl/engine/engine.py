@@ -98,19 +98,10 @@ class TrainEngine:
         self.steps = 0  # optimizer steps done
         self._moe = moe
         self._on_micro_batch = on_micro_batch or (lambda: None)
-        self.chunks = build_model(
-            shape,
-            groups,
-            head=head,
-            dtype=dtype,
-            seed=seed,
-            exact=exact,
-            sequence_parallel=sequence_parallel,
-            recompute=recompute,
-            te=te,
-            lora=lora,
-            fp32_gradients=sums_weight_gradients(gradient_accumulation_fusion, optim, dtype),
-        )
+        options: dict[str, Any] = {"exact": exact, "sequence_parallel": sequence_parallel, "recompute": recompute}
+        options |= {"te": te, "lora": lora, "dtype": dtype, "seed": seed}
+        options["fp32_gradients"] = sums_weight_gradients(gradient_accumulation_fusion, optim, dtype)
+        self.chunks = build_model(shape, groups, head=head, **options)
         self._local = local_shards(shape, groups, head, lora)
         self.config = self.chunks[0].config
         self.config.timers = MegatronRanges()

@@ -214,6 +214,7 @@ def pack(
     else:
         runs, tails = places_of(starts, lengths), None
         bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    rope = partial(rope_cos_sin, head_dim=shape.rope_dim, theta=shape.rope_theta, scaling=shape.rope_scaling, axes=axes)
     return PackedTokens(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -221,13 +222,7 @@ def pack(
         input_ids=padded_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
         rope_positions=turning,
-        rope=partial(
-            rope_cos_sin,
-            head_dim=shape.rope_dim,
-            theta=shape.rope_theta,
-            scaling=shape.rope_scaling,
-            axes=axes,
-        ),
+        rope=rope,
         output_rows=output_rows,
         tails=tails,
         pictures=pictures,

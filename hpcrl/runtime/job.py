@@ -88,32 +88,7 @@ def run_spmd(
         run_dir = run_directory(config)
         if stop is not None:
             stop.enter_run(comm.rank, run_dir)
-        start_logging(run_dir, comm.rank)
-        set_deterministic_libraries(config.run.full_determinism)
-        commands = getattr(getattr(config, "job", None), "on_event", ()) if stop is not None else ()
-        events = prepare_events(run_dir, comm.rank, commands)
-        watchdog.start(run_dir, comm.rank, comm.size, status, config.run.watchdog)
-        engine = getattr(config, "engine", None)  # of a job that generates
-        world = start_torch(
-            comm,
-            config.run.c10d_backend,
-            first=getattr(engine, "start", None),
-            expandable_segments=getattr(engine, "expandable_segments", True),
-            needs_bfloat16="bfloat16" in getattr(config, "dtypes", ()),
-            cpu_bind=config.run.cpu_bind,
-            nccl_timeout=config.run.nccl_timeout,
-            stop=stop,
-            ends_at=broadcast_object(comm, ends_at),
-            status=status,
-        )
-        world = replace(world, events=events)
-        remove_torch_log_handlers()
-        set_torch_precision(config.run.full_determinism)
-        from hpcrl.runtime import accelerator, platform  # import torch
-
-        if config.run.memory_snapshot:
-            accelerator.record_memory_history(world.device)
-        platform.import_megatron()
+        world = _start_world(comm, config, run_dir, stop, ends_at, status)
         gc.freeze()  # later collections need not walk over what stays loaded
         gc.enable()
         code = max(world.all_gather_object(main(world, config)))
@@ -130,8 +105,45 @@ def run_spmd(
         abort(error, run_dir=run_dir, rank=comm.rank, role=status.role, phase=status.phase)
     if comm.rank == 0:
         exits.write_exit(run_dir, code)
-        events.close(code)
+        world.events.close(code)
     finish(code)
+
+
+def _start_world(
+    comm: MPI.Intracomm,
+    config: Any,
+    run_dir: Path,
+    stop: StopRequests | None,
+    ends_at: float | None,
+    status: RankStatus,
+) -> World:
+    """Start logs, events and the watchdog of a rank, then torch and megatron. Collective."""
+    start_logging(run_dir, comm.rank)
+    set_deterministic_libraries(config.run.full_determinism)
+    commands = getattr(getattr(config, "job", None), "on_event", ()) if stop is not None else ()
+    events = prepare_events(run_dir, comm.rank, commands)
+    watchdog.start(run_dir, comm.rank, comm.size, status, config.run.watchdog)
+    engine = getattr(config, "engine", None)  # of a job that generates
+    world = start_torch(
+        comm,
+        config.run.c10d_backend,
+        first=getattr(engine, "start", None),
+        expandable_segments=getattr(engine, "expandable_segments", True),
+        needs_bfloat16="bfloat16" in getattr(config, "dtypes", ()),
+        cpu_bind=config.run.cpu_bind,
+        nccl_timeout=config.run.nccl_timeout,
+        stop=stop,
+        ends_at=broadcast_object(comm, ends_at),
+        status=status,
+    )
+    remove_torch_log_handlers()
+    set_torch_precision(config.run.full_determinism)
+    from hpcrl.runtime import accelerator, platform  # import torch
+
+    if config.run.memory_snapshot:
+        accelerator.record_memory_history(world.device)
+    platform.import_megatron()
+    return replace(world, events=events)
 
 
 def load_once(comm: MPI.Intracomm, load: Callable[[], C], prepare_folder: Callable[[C], None]) -> C:

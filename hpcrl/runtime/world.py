@@ -222,30 +222,17 @@ def start_torch(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     launched = dict(os.environ)
     threads = rank_threads(launched, len(os.sched_getaffinity(0)), local_size)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # before torch, whose OpenMP reads it once
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, "256")  # of compiled products, 0.6 MiB each; 1024 by default
-    if expandable_segments:
-        use_expandable_segments(os.environ)
+    _prepare_torch(os.environ, threads, expandable_segments=expandable_segments)
 
     import torch
-    import torch.distributed as dist
-
-    from hpcrl.kernels.onednn import use_onednn
 
     device, shares_gpu = select_device(comm, local_rank, needs_bfloat16=needs_bfloat16)
     if device.type == "cuda" and cpu_bind:
-        pci_id = gpus.pci_id(torch.cuda.get_device_properties(device))
-        if cpus := gpus.bind_near_gpu(node, pci_id):
-            log.info("bound to CPUs %s, near GPU %s", format_spans(cpus), pci_id)
-            threads = rank_threads(launched, len(cpus), 1)
-            os.environ["OMP_NUM_THREADS"] = str(threads)
+        threads = _bind(node, device, launched) or threads
     node.Free()
     torch.set_num_threads(threads)
     if device.type == "cpu":
-        keep_freed_memory()
-        use_onednn()
+        _prepare_cpu()
     if first is not None:
         first(comm)
     timeout = None
@@ -254,6 +241,54 @@ def start_torch(
         torch.autograd.set_multithreading_enabled(False)  # backward would call MPI from another thread
     elif device.type == "cuda":
         backend, timeout = "cpu:gloo,cuda:nccl", timedelta(seconds=nccl_timeout)
+    key_value_store = _connect(comm, backend, device, timeout, stop, one_node=one_node)
+    here, ranks = status or RankStatus(), (local_rank, local_size)
+    return World(comm.rank, comm.size, comm, *ranks, threads, device, key_value_store, stop, ends_at, here, timeout)
+
+
+def _prepare_torch(environ: os._Environ[str], threads: int, *, expandable_segments: bool) -> None:
+    """Set what torch reads when it is imported."""
+    environ.setdefault("OMP_NUM_THREADS", str(threads))
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        environ.setdefault(cache, "256")  # of compiled products, 0.6 MiB each; 1024 by default
+    if expandable_segments:
+        use_expandable_segments(environ)
+
+
+def _prepare_cpu() -> None:
+    from hpcrl.kernels.onednn import use_onednn
+
+    keep_freed_memory()
+    use_onednn()
+
+
+def _bind(node: MPI.Intracomm, device: torch.device, launched: dict[str, str]) -> int | None:
+    """Bind this rank to CPUs near its GPU. Return its number of threads; None: it was not bound."""
+    import torch
+
+    pci_id = gpus.pci_id(torch.cuda.get_device_properties(device))
+    cpus = gpus.bind_near_gpu(node, pci_id)
+    if not cpus:
+        return None
+    log.info("bound to CPUs %s, near GPU %s", format_spans(cpus), pci_id)
+    threads = rank_threads(launched, len(cpus), 1)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return threads
+
+
+def _connect(
+    comm: MPI.Intracomm,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta | None,
+    stop: StopRequests | None,
+    *,
+    one_node: bool,
+) -> KeyValueStore:
+    """Start torch.distributed over a store of rank 0's. timeout: of NCCL's collectives; None: without NCCL."""
+    import torch.distributed as dist
+
     if backend == "mpi_host":
         from hpcrl.runtime import mpi_backend
 
@@ -277,8 +312,7 @@ def start_torch(
         # Otherwise NCCL splits each group's communicator from the world's, which is collective over all ranks, but a
         # group of size 1 is made by its only member.
         dist.distributed_c10d._get_default_group().bound_device_id = None
-    here, ranks = status or RankStatus(), (local_rank, local_size)
-    return World(comm.rank, comm.size, comm, *ranks, threads, device, key_value_store, stop, ends_at, here, timeout)
+    return key_value_store
 
 
 def before_mpi_finalize(close: Callable[[], None]) -> None:
