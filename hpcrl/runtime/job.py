@@ -57,8 +57,7 @@ def run_spmd(
     """Run a job on every rank that the launcher started, and end the process with the job's exit code.
 
     Args:
-        load: makes the configuration. Runs on rank 0 only, so that a template is read, and an error in it is reported,
-            once.
+        load: makes the configuration. Runs on rank 0 only, so that a template is read, and its error reported, once.
         main: the job on every rank; returns the exit code. The highest code of all ranks counts.
         stop: for a job whose `main` polls `world.stop` and ends when a signal has arrived. Otherwise SIGTERM and
             SIGUSR1 kill. The commands of `job.on_event` are for such jobs.

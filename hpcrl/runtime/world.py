@@ -201,8 +201,7 @@ def start_torch(
     Args:
         backend: "mpi_host" (`mpi_backend`) or "gloo", for the CPU. With CUDA the backend is NCCL for device tensors
             and gloo for host tensors, because a Python process group cannot be one of two backends of a group. Ranks
-            that share a GPU, which HPCRL_SHARE_GPU=1 allows for tests, use "mpi_host" for both; it copies device
-            tensors through the host.
+            that share a GPU (HPCRL_SHARE_GPU=1, for tests) use "mpi_host" for both, through the host.
         first: called with `comm`, collectively, before torch.distributed starts, to import a library that calls MPI.
         expandable_segments: CUDA's allocator may use them.
         needs_bfloat16: raise InputError for a GPU without bfloat16.
