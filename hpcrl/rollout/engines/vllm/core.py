@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.rollout.engines.vllm.sampler import Drawn, KeyedSampler
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,7 +71,11 @@ class EngineCore:
                 disable_log_stats=True,
                 **options,
             )
-            self._engine = LLMEngine.from_engine_args(arguments)
+            try:
+                self._engine = LLMEngine.from_engine_args(arguments)
+            except ValueError as error:  # such as a cache that is too small for one sequence
+                why = " ".join(str(error).split())
+                raise InputError(f"rollout.engine=vllm: {why}; or use rollout.engine=native") from error
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
         self._requests: dict[str, Drawn] = {}  # by the name in vLLM's batch
         self._inside: dict[str, str] = {}  # our name of a request -> that name
@@ -82,9 +87,6 @@ class EngineCore:
         """Yield vLLM's own parameters, which the next step reads."""
         for name, parameter in self._runner.model.named_parameters():
             yield name, parameter.data
-
-    def replace(self, name: str, tensor: Tensor) -> None:
-        self._runner.model.get_parameter(name).data = tensor
 
     def add(self, token_ids: Sequence[int], drawn: Drawn, stop: Sequence[int]) -> str:
         """Queue a request that draws `drawn.limit` tokens at most, until one of `stop`, and return its name."""
@@ -107,7 +109,7 @@ class EngineCore:
     def step(self) -> list[tuple[str, int, bool]]:
         """Run one step. Returns the name, the number of tokens, and whether a stop token ended it, of each request that
         has ended."""
-        ended = [output for output in self._engine.step() if output.finished]
+        ended = [output for output in self._engine.step() if output.finished and output.request_id in self._inside]
         for output in ended:
             self._forget(output.request_id)
         return [(it.request_id, len(it.outputs[0].token_ids), it.outputs[0].finish_reason == "stop") for it in ended]

@@ -54,7 +54,7 @@ def package_version() -> tuple[int, ...] | None:
 
 @register_engine("vllm")
 class Vllm(Engine):
-    supports = frozenset(("shared_weights", "evaluations"))
+    supports = frozenset(("evaluations",))
     has_own_layout = True
 
     def shards(self, shape: ModelShape, rank: int, ranks: int) -> list[Shard]:

@@ -76,11 +76,9 @@ class VllmEngine:
     weights: vLLM's parameters, by their names in the refit's plan. vocab_size: ids that have a probability.
     """
 
-    def __init__(
-        self, core: EngineCore, weights: Mapping[str, Tensor], *, max_model_len: int, vocab_size: int, can_adopt: bool
-    ) -> None:
+    def __init__(self, core: EngineCore, weights: Mapping[str, Tensor], *, max_model_len: int, vocab_size: int) -> None:
         self._core, self._max_model_len, self._vocab_size = core, max_model_len, vocab_size
-        self._weights, self._can_adopt = dict(weights), can_adopt
+        self._weights = dict(weights)
         self._generating = False
         self._asleep: list[int] | None = None  # bytes of the tensors of the KV cache
 
@@ -88,13 +86,7 @@ class VllmEngine:
         return self._weights
 
     def adopt(self, name: str, tensor: Tensor) -> None:
-        if not self._can_adopt:
-            raise NotImplementedError(
-                f"{name}: CUDA graphs hold the addresses of vLLM's own weights; set "
-                "rollout.checkpoint_engine.alias=false, or rollout.enforce_eager=true"
-            )
-        self._core.replace(name, tensor.detach())
-        self._weights[name] = tensor.detach()
+        raise NotImplementedError(f"{name}: vLLM keeps its own weights; set rollout.checkpoint_engine.alias=false")
 
     @contextmanager
     def updating_weights(self) -> Iterator[None]:
@@ -149,13 +141,12 @@ def make_engine(
     layout, device, rollout = groups.layout, platform.device(), config.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     dtype = DTYPES[rollout.dtype or config.model.dtype]
-    is_eager = rollout.enforce_eager or device.type == "cpu"
     core = EngineCore(
         hf_config(shape),
         Place(groups.rank, layout.group_of(groups.rank, "tp"), groups.tp, groups.pp),
         device,
         dtype=str(dtype).removeprefix("torch."),
-        enforce_eager=is_eager,
+        enforce_eager=rollout.enforce_eager or device.type == "cpu",
         max_model_len=longest,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
@@ -163,7 +154,7 @@ def make_engine(
         enable_prefix_caching=rollout.enable_prefix_caching,
     )
     weights = own_weights(core.parameters(), shards)
-    return VllmEngine(core, weights, max_model_len=longest, vocab_size=shape.softmax_size, can_adopt=is_eager)
+    return VllmEngine(core, weights, max_model_len=longest, vocab_size=shape.softmax_size)
 
 
 def own_weights(parameters: Iterable[tuple[str, Tensor]], shards: Sequence[Shard]) -> dict[str, Tensor]:
