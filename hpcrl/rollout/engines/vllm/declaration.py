@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OLDEST = (0, 28)
 VOCABULARY_MULTIPLE = 64  # vLLM pads to it
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_model(shape: ModelShape, tp: int) -> None:
@@ -79,6 +80,13 @@ class Vllm(Engine):
                 f"{'.'.join(map(str, found))} is installed; use a newer one, or rollout.engine=native"
             )
         from hpcrl.rollout.engines.vllm.engine import make_engine
+        from hpcrl.runtime import platform
 
         shards = self.shards(shape, groups.coord.tp, groups.layout.tp)
+        dims = {layer.attention.head_dim for layer in shape.layers if isinstance(layer.attention, Attention)}
+        if platform.device().type == "cpu" and (unknown := dims.difference(CPU_HEAD_DIMS)):
+            raise InputError(
+                f"rollout.engine=vllm on a CPU has no attention with head_dim={unknown.pop()}; it has "
+                f"{', '.join(map(str, CPU_HEAD_DIMS))}; use rollout.engine=native"
+            )
         return make_engine(groups, shape, config, shards, ranks_on_node=ranks_on_node)
