@@ -8,10 +8,10 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import hpcrl
-from hpcrl.algorithms.parameters import NoParameters, Registry, UnknownName, parameters_of
+from hpcrl.algorithms.parameters import Registry, UnknownName
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,31 +37,21 @@ class EngineSpec:
         """Import what has to be imported before torch.distributed starts. Collective over MPI's world."""
 
 
-class EngineEntry(NamedTuple):
-    """A registered engine. params: the dataclass of its section `rollout.<name>`."""
-
-    name: str
-    function: type[EngineSpec]
-    params: type
-    engine: EngineSpec
-
-
 def _built_in() -> list[str]:
     folder = Path(hpcrl.__file__).parent / "rollout" / "engines"
     return [f"hpcrl.rollout.engines.{it.name}.declaration" for it in pkgutil.iter_modules([str(folder)]) if it.ispkg]
 
 
-ENGINES: Registry[EngineEntry] = Registry("rollout engine", *_built_in())
-Class = TypeVar("Class", bound="type[Any]")
+ENGINES: Registry[EngineSpec] = Registry("rollout engine", *_built_in())
+Class = TypeVar("Class", bound="type[EngineSpec]")
 
 
-def register_engine(name: str, params: type = NoParameters) -> Callable[[Class], Class]:
-    """Make `rollout.engine=<name>` use the decorated class. params: as of algorithms, with keys in `rollout.<name>`."""
+def register_engine(name: str) -> Callable[[Class], Class]:
+    """Make `rollout.engine=<name>` use the decorated class, of which one instance is made."""
 
     def register(engine: Class) -> Class:
-        parameters_of(params)
         engine.name = name
-        ENGINES.add(name, EngineEntry(name, engine, params, engine()))
+        ENGINES.add(name, engine())
         return engine
 
     return register
@@ -70,6 +60,6 @@ def register_engine(name: str, params: type = NoParameters) -> Callable[[Class],
 def engine_spec(config: Config) -> EngineSpec:
     """Return the engine that a config names. Raises UnknownName."""
     try:
-        return ENGINES.get(config.rollout.engine).engine
+        return ENGINES.get(config.rollout.engine)
     except UnknownName as error:
         raise UnknownName(f"rollout.engine: {error}") from None

@@ -100,8 +100,8 @@ def _hf_shard(hf_name: str, parts: list[tuple[Shard, Span]]) -> Shard:
 
 
 def slices(shape: ModelShape, shard: Shard) -> Iterator[tuple[str, Box]]:
-    """Yield the slices of Hugging Face's tensors that make up a rank's part of a parameter: a tensor's name, and the
-    rows and columns of that tensor; cols of 1-D tensors are (0, 1)."""
+    """Yield the slices of Hugging Face's tensors that make up a rank's part of a parameter: the name of a tensor, and a
+    box with its rows and columns. A vector has the columns (0, 1)."""
     for span, box in ((span, box) for span in spans(shape, shard) for box in shard.boxes):
         part, shift = box.within((span.row, span.row + span.rows), box.global_cols), span.hf_row - span.row
         if part is not None:

@@ -75,7 +75,8 @@ class Refit:
         source, destination = resharding.source, resharding.destination
         self._ranks = tuple(sorted({*source.ranks, *destination.ranks}))
         self._comm = create_group(comm, self._ranks, TAG)
-        self._same = resharding.shared(rank)
+        # Files share nothing, and merged adapters are computed whenever a weight is read.
+        self._same = resharding.shared(rank) if resharding.destination_format == "megatron" else ()
         most = SCRATCH_BYTES if platform.device().type == "cpu" else DEVICE_SCRATCH_BYTES
         scratch = min(most, bucket_bytes // 4) if verify != "never" else 0
         self._verifier = Verifier(resharding, self._comm, self._ranks, rank, dtype, scratch)

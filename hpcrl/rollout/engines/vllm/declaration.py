@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -69,7 +68,7 @@ class Vllm(Engine):
 
     def make(self, groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
         found = package_version()
-        if found is None or importlib.util.find_spec("vllm") is None:
+        if found is None:
             raise InputError(
                 "rollout.engine=vllm, and vLLM is not installed here; make an environment with "
                 "tools/vllm_environment.sh, or use rollout.engine=native"
