@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpcrl.algorithms.policy_losses import register_policy_loss as register_policy_loss
     from hpcrl.batch.data_proto import DataProto as DataProto
     from hpcrl.batch.ragged import Ragged as Ragged
+    from hpcrl.config.engines import register_engine as register_engine
     from hpcrl.config.paths import PathStr as PathStr
     from hpcrl.config.roles import RoleSpec as RoleSpec
     from hpcrl.config.schema import ModelConfig as ModelConfig
@@ -29,11 +30,21 @@ if TYPE_CHECKING:
     from hpcrl.controller.register import Worker as Worker
     from hpcrl.controller.register import register as register
     from hpcrl.jobs.train import Train as Train
+    from hpcrl.model.families.config_json import hf_config as hf_config
+    from hpcrl.model.hf_files import hf_shards as hf_shards
     from hpcrl.rewards.manager import RewardManager as RewardManager
     from hpcrl.rewards.manager import register_reward_manager as register_reward_manager
+    from hpcrl.rollout.engines.engine import Engine as Engine
+    from hpcrl.rollout.keyed_sampler import Drawn as Drawn
+    from hpcrl.rollout.keyed_sampler import KeyedSampler as KeyedSampler
+    from hpcrl.rollout.protocol import Completion as Completion
+    from hpcrl.rollout.protocol import Request as Request
+    from hpcrl.rollout.protocol import RolloutEngine as RolloutEngine
     from hpcrl.rollout.protocol import SamplingParams as SamplingParams
+    from hpcrl.rollout.protocol import completed as completed
     from hpcrl.run.job import TrainingJob as TrainingJob
     from hpcrl.run.run import Run as Run
+    from hpcrl.runtime.exits import InputError as InputError
     from hpcrl.workers.actor import ActorWorker as ActorWorker
     from hpcrl.workers.critic import CriticWorker as CriticWorker
     from hpcrl.workers.frozen import RefWorker as RefWorker
@@ -63,7 +74,14 @@ _MODULES = {
     # batches
     "hpcrl.batch.data_proto": ("DataProto",),
     "hpcrl.batch.ragged": ("Ragged",),
-    "hpcrl.rollout.protocol": ("SamplingParams",),
+    "hpcrl.rollout.protocol": ("SamplingParams", "Request", "Completion", "RolloutEngine", "completed"),
+    # rollout engines
+    "hpcrl.config.engines": ("register_engine",),
+    "hpcrl.rollout.engines.engine": ("Engine",),
+    "hpcrl.rollout.keyed_sampler": ("KeyedSampler", "Drawn"),
+    "hpcrl.model.hf_files": ("hf_shards",),
+    "hpcrl.model.families.config_json": ("hf_config",),
+    "hpcrl.runtime.exits": ("InputError",),
     # algorithms; `param` declares a parameter of theirs
     "hpcrl.algorithms.parameters": ("param",),
     "hpcrl.algorithms.optimizers.optimizer": ("register_optimizer", "Optimizer"),

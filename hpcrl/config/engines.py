@@ -1,6 +1,7 @@
 """Rollout engines by name, as `rollout.engine` names them: what an engine declares without a model. No torch.
 
-An engine is a folder of hpcrl/rollout/engines with a module `declaration`; see `hpcrl.rollout.engines.engine`.
+An engine is a folder of hpcrl/rollout/engines with a module `declaration`, or a file of run.plugins; see
+`hpcrl.rollout.engines.engine`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import hpcrl
-from hpcrl.algorithms.parameters import Registry, UnknownName
+from hpcrl.algorithms.parameters import NoParameters, Registry, UnknownName
+from hpcrl.runtime.user_code import import_named
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,6 +29,7 @@ class EngineSpec:
     """What an engine declares. What it does not list in `supports` is an error, raised before anything is built."""
 
     name: ClassVar[str]
+    params: ClassVar[type]  # its parameter dataclass
     supports: ClassVar[frozenset[Capability]] = frozenset()
     expandable_segments: ClassVar[bool] = True  # whether CUDA's allocator may use them
 
@@ -46,11 +49,14 @@ ENGINES: Registry[EngineSpec] = Registry("rollout engine", *_built_in())
 Class = TypeVar("Class", bound="type[EngineSpec]")
 
 
-def register_engine(name: str) -> Callable[[Class], Class]:
-    """Make `rollout.engine=<name>` use the decorated class, of which one instance is made."""
+def register_engine(name: str, params: type = NoParameters) -> Callable[[Class], Class]:
+    """Make `rollout.engine=<name>` use the decorated class, of which one instance is made.
+
+    params: a frozen dataclass (see `hpcrl.algorithms.parameters`), whose keys are `rollout.<name>.<field>`.
+    """
 
     def register(engine: Class) -> Class:
-        engine.name = name
+        engine.name, engine.params = name, params
         ENGINES.add(name, engine())
         return engine
 
@@ -58,7 +64,11 @@ def register_engine(name: str) -> Callable[[Class], Class]:
 
 
 def engine_spec(config: Config) -> EngineSpec:
-    """Return the engine that a config names. Raises UnknownName."""
+    """Return the engine that a config names. Loads run.plugins if it is not built in. Raises UnknownName, and
+    InputError for a plugin that cannot be loaded."""
+    if config.rollout.engine not in ENGINES.entries():
+        for path in config.run.plugins:
+            import_named("run.plugins", path)
     try:
         return ENGINES.get(config.rollout.engine)
     except UnknownName as error:

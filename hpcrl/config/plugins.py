@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from functools import cache
 from operator import attrgetter
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from hpcrl.algorithms.advantages import ESTIMATORS
@@ -14,17 +12,16 @@ from hpcrl.algorithms.distillation import DISTILLATION_LOSSES
 from hpcrl.algorithms.optimizers.optimizer import OPTIMIZERS
 from hpcrl.algorithms.parameters import Registry, UnknownName, inherited
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES
+from hpcrl.config.engines import ENGINES
 from hpcrl.config.problems import KeyPath, hint, validated
 from hpcrl.config.schema import Config, OptimConfig, SamplerConfig, Section
 from hpcrl.config.yaml_core import ConfigError, Node
 from hpcrl.rewards.manager import REWARD_MANAGERS
-from hpcrl.runtime.user_code import import_file
-
-log = logging.getLogger(__name__)
+from hpcrl.runtime.user_code import import_named
 
 
 class Family(NamedTuple):
-    """Algorithms of one kind."""
+    """Algorithms, or engines, of one kind."""
 
     registry: Registry[Any]
     sections: tuple[str, ...]  # with the parameters of the built-in ones
@@ -36,6 +33,7 @@ FAMILIES = {  # the section with the parameters of plugins, each under its name 
     "algorithm": Family(ESTIMATORS, ("algorithm",)),
     "distillation.distillation_loss": Family(DISTILLATION_LOSSES, ("distillation.distillation_loss",)),
     "reward": Family(REWARD_MANAGERS, ("reward.reward_kwargs",)),
+    "rollout": Family(ENGINES, ()),
 }
 
 
@@ -57,23 +55,21 @@ def load_plugins(config: Config) -> bool:
     """Import the files of run.plugins, and check the parameters that the config has for what they register.
 
     Returns False, with a warning, if torch is not installed and a file needs it: the parameters for that file remain
-    unchecked. Raises ConfigError for any other failure.
+    unchecked. Raises InputError or ConfigError for any other failure.
     """
     for family in FAMILIES.values():
         family.registry.entries()  # built-in names are taken first
-    modules = [_import("run.plugins", path) for path in config.run.plugins]
+    modules = [import_named("run.plugins", path) for path in config.run.plugins]
     is_complete = None not in modules
     wrong: list[str] = []
     optimizers = dict(optimizer_sections(config))
     for path, family in {**FAMILIES, **dict.fromkeys(optimizers, FAMILIES["actor.optim"])}.items():
         entries = family.registry.entries().items()
-        of_plugins = {
-            name: entry.params for name, entry in entries if not entry.function.__module__.startswith("hpcrl.")
-        }
+        of_plugins = {name: entry.params for name, entry in entries if not _is_built_in(entry)}
         wrong += _wrong_mappings(attrgetter(path)(config), path, of_plugins, is_complete)
     sampler = config.data.sampler
     if sampler.__pydantic_extra__:
-        module = _import("data.sampler.class_path", sampler.class_path) if sampler.class_path else None
+        module = import_named("data.sampler.class_path", sampler.class_path) if sampler.class_path else None
         declaration = getattr(getattr(module, sampler.class_name or "", None), "Parameters", None)
         declared = {sampler.class_name or "": declaration} if declaration is not None else {}
         wrong += _wrong_mappings(sampler, "data.sampler", declared, not sampler.class_path or module is not None)
@@ -83,6 +79,11 @@ def load_plugins(config: Config) -> bool:
         if is_complete or optim.optimizer in OPTIMIZERS.names():
             _check_optimizer(path, optim)
     return is_complete
+
+
+def _is_built_in(entry: Any) -> bool:
+    """Whether a registered entry is the package's own: a class or function with its declaration, or an engine."""
+    return getattr(entry, "function", type(entry)).__module__.startswith("hpcrl.")
 
 
 def optimizer_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, OptimConfig]]:
@@ -103,19 +104,6 @@ def _check_optimizer(path: str, optim: OptimConfig) -> None:
         raise UnknownName(f"{path}: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def _import(key: str, path: str) -> ModuleType | None:
-    """The module of a user's file; None, with a warning, if it needs torch, which is not installed."""
-    try:
-        return import_file(path)
-    except Exception as error:  # the file is the user's
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "torch":
-            log.warning("%s: %s needs torch, which is not installed here: its parameters are unchecked", key, path)
-            return None
-        raise ConfigError(
-            f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}; correct the file"
-        ) from None
 
 
 def _wrong_mappings(section: Section, path: str, declared: Mapping[str, type], is_complete: bool) -> Iterator[str]:

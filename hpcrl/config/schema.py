@@ -163,7 +163,9 @@ class RunConfig(Section):
         False, description="the run's files are readable by the user's group (umask 027), not by the user only (077)"
     )
     seed: int = Field(0, ge=-(2**63), lt=2**63, description="seed of weights, data order and sampling")
-    plugins: Files = Field([], description="Python files that register estimators or losses of your own")
+    plugins: Files = Field(
+        [], description="Python files that register algorithms, optimizers, engines or layers of your own"
+    )
     job_file: PathStr | None = Field(None, description="Python file of a job of your own, as `hpcrl run` was given it")
     c10d_backend: Literal["mpi_host", "gloo"] = Field(
         "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
@@ -511,8 +513,8 @@ class EngineConfig(Section):
     enforce_eager: bool = Field(False, description="no CUDA graphs")
 
 
-class RolloutConfig(EngineConfig):
-    engine: str = Field("native", description="generation engine: native, tensorrt_llm or vllm")
+class RolloutConfig(EngineConfig, OpenSection):
+    engine: str = Field("native", description="generation engine: native, tensorrt_llm, vllm, or a plugin's")
     dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype of the engine; null: model.dtype")
     n: PositiveInt = Field(1, description="samples per prompt")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 from hashlib import blake2b
 from types import ModuleType
+
+from hpcrl.runtime.exits import InputError
+
+log = logging.getLogger(__name__)
 
 PREFIX = "hpcrl_user_"  # of the modules' names
 
@@ -39,3 +44,18 @@ def import_file(path: str | os.PathLike[str]) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def import_named(key: str, path: str) -> ModuleType | None:
+    """Import a file that the config names under `key`, as `import_file` does.
+
+    Returns None, with a warning, if the file needs torch, which is not installed here. Raises InputError, one line, for
+    any other failure.
+    """
+    try:
+        return import_file(path)
+    except Exception as error:  # the file is the user's
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "torch":
+            log.warning("%s: %s needs torch, which is not installed here: its parameters are unchecked", key, path)
+            return None
+        raise InputError(f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}; correct the file") from None

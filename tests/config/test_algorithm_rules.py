@@ -12,6 +12,7 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.jobs.train import Train
 from hpcrl.run.job_config import with_presets
+from hpcrl.runtime.exits import InputError
 from hpcrl.workers.actor_objective import ActorObjective
 
 CASES: list[tuple[dict[str, Any], str]] = [
@@ -134,7 +135,7 @@ def test_a_plugin_registers_a_loss_that_the_template_names(tmp_path: Path, monke
     template = config({"run": {"plugins": [str(file)]}, "actor": {"policy_loss": {"loss_mode": "mine"}}})
     for _ in range(2):  # a second job in the same process finds it registered
         assert Train.check_with_torch(with_presets(template), 2).loss_mode == "mine"
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(InputError, match="no such file"):
         Train.check_with_torch(with_presets(config({"run": {"plugins": [str(tmp_path / "none.py")]}})), 2)
 
 

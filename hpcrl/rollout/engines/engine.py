@@ -1,18 +1,19 @@
 """What an engine declares of models, weights and memory, beside what `hpcrl.config.engines` has. No torch.
 
-    @register_engine("mine")
+    @register_engine("mine", params=MyParameters)
     class Mine(Engine):
         def make(self, groups, shape, config, *, ranks_on_node):
-            return MyEngine(...)
+            return MyEngine(..., self.parameters(config))
 
 `MyEngine` is a `hpcrl.rollout.protocol.RolloutEngine`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from hpcrl.config.engines import EngineSpec
+from hpcrl.config.plugins import parameters
 from hpcrl.rollout.engines.native.cache_layout import planned_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ class Engine(EngineSpec):
     """has_own_layout: its weights are as `shards` says; otherwise they are megatron's, by tensor parallelism."""
 
     has_own_layout: ClassVar[bool] = False
+
+    def parameters(self, config: Config) -> Any:
+        """Return the instance of `params` with the values of the config. Raises ConfigError."""
+        return parameters(config, "rollout", self.name)
 
     def shards(self, shape: ModelShape, rank: int, ranks: int) -> list[Shard]:
         """Return the weights of one of the ranks of a replica, as rectangles of megatron's tensors. `local_name` is the

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.rollout.engines.vllm.sampler import Drawn, KeyedSampler
+from hpcrl.rollout.keyed_sampler import Drawn, KeyedSampler
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from hpcrl.model.build import DTYPES
 from hpcrl.model.families.config_json import hf_config
 from hpcrl.rollout.engines.native.build import cache_bytes
 from hpcrl.rollout.engines.vllm.core import EngineCore, Place
-from hpcrl.rollout.engines.vllm.sampler import Drawn, KeyedSampler
+from hpcrl.rollout.keyed_sampler import Drawn, KeyedSampler
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, RequestSource, SamplingParams, completed
-from hpcrl.rollout.sampling import request_key
 from hpcrl.runtime import platform
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ class VllmCall:
     def add(self, requests: Sequence[Request]) -> None:
         for request in requests:
             context = request.context_ids(self.sampling, self.max_model_len, self.vocab_size)
-            limit = request.num_to_draw(self.sampling)
-            drawn = Drawn(request_key(self.seed, request.uid), request.sample_index, len(request.prefix_ids), limit)
+            drawn = Drawn.of(request, self.sampling, self.seed)
             stop = () if self.sampling.ignore_eos else self.sampling.eos_token_ids
             name = self.core.add(context.tolist(), drawn, stop)
             self._open[name] = len(self._open) + len(self.completions), drawn
@@ -66,7 +64,7 @@ class VllmCall:
 
     def _complete(self, name: str, count: int, reason: FinishReason) -> int:
         index, drawn = self._open.pop(name)
-        self.completions[index] = Completion(drawn.token_ids[:count], drawn.log_probs[:count], reason)
+        self.completions[index] = drawn.completion(count, reason)
         return index
 
 

@@ -1,4 +1,4 @@
-"""Keyed sampling in place of vLLM's sampler."""
+"""Keyed sampling in place of another engine's sampler."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels import sampling as kernels
-from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.rollout.sampling import check_finite, uniforms
+from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
+from hpcrl.rollout.sampling import check_finite, request_key, uniforms
 
 
 @dataclass(eq=False)
@@ -29,13 +29,22 @@ class Drawn:
     def __post_init__(self) -> None:
         self.token_ids, self.log_probs = np.zeros(self.limit, np.int32), np.zeros(self.limit, np.float32)
 
+    @classmethod
+    def of(cls, request: Request, sampling: SamplingParams, seed: int) -> Drawn:
+        """Make that of a request, without tokens."""
+        key, limit = request_key(seed, request.uid), request.num_to_draw(sampling)
+        return cls(key, request.sample_index, len(request.prefix_ids), limit)
+
+    def completion(self, count: int, reason: FinishReason) -> Completion:
+        """Return the result after `count` tokens."""
+        return Completion(self.token_ids[:count], self.log_probs[:count], reason)
+
 
 @dataclass
 class KeyedSampler:
     """Draws the next token of each row. vocab_size: ids that have a probability.
 
-    The log-prob of a token is after temperature and before top-k and top-p; vLLM has those before temperature or after
-    both filters only.
+    The log-prob of a token is after temperature and before top-k and top-p.
     """
 
     vocab_size: int
