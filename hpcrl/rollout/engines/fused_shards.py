@@ -23,14 +23,17 @@ MODULES = {
     "pre_mlp_layernorm": "post_attention_layernorm",
     "mlp.linear_fc1": "mlp.gate_up_proj",
     "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
 }
+EXPERTS = {"linear_fc1.weight": "w13_weight", "linear_fc2.weight": "w2_weight"}  # of a mixture, by Megatron's names
 
 
 def check_divisible(shape: ModelShape, size: int) -> None:
     """Raise InputError if tensor parallelism does not divide the model as the layout needs it."""
     for layer in {*shape.layers}:
         heads = layer.attention.num_heads if isinstance(layer.attention, Attention) else 1
-        for what, number in (("num_attention_heads", heads), ("ffn_hidden_size", layer.mlp.inner_width)):
+        width = layer.mlp.inner_width // max(layer.mlp.choices, 1)
+        for what, number in (("num_attention_heads", heads), ("ffn_hidden_size", width)):
             if number % size:
                 raise InputError(
                     f"placement.rollout.tp={size} does not divide {what}={number}; use one of {divisors(number)}"
@@ -46,7 +49,8 @@ def check_divisible(shape: ModelShape, size: int) -> None:
 def fused_shards(shape: ModelShape, rank: int, size: int, vocabulary_rows: int) -> Iterator[Shard]:
     """Yield the parameters of one of `size` ranks, as rectangles of Megatron's tensors.
 
-    `local_name` is the engine's name, `name` and boxes are Megatron's. A rank has `vocabulary_rows` rows of the
+    `local_name` is the engine's name, `name` and boxes are Megatron's; `x[3]` is the matrix of expert 3 in the engine's
+    tensor x (experts, rows, columns), of which each rank has a part. A rank has `vocabulary_rows` rows of the
     vocabulary; rows of padding are in no box. With more ranks than key-value heads each head is on several ranks. Tied
     embeddings are one parameter, `model.embed_tokens.weight`.
     """
@@ -60,6 +64,11 @@ def fused_shards(shape: ModelShape, rank: int, size: int, vocabulary_rows: int) 
                 yield _qkv(*names, weight.size, layer.attention, rank, size)
             else:
                 yield shard_of(weight, rank, size, *names)
+        for expert in range(layer.num_experts):
+            for weight in layer.expert_weights:
+                name = f"decoder.layers.{number}.mlp.experts.local_experts.{expert}.{weight.name}"
+                local_name = f"model.layers.{number}.mlp.experts.{EXPERTS[weight.name]}[{expert}]"
+                yield shard_of(weight, rank, size, name, local_name, is_expert=True)
     norm = Weight("decoder.final_layernorm.weight", (shape.hidden_size,))
     yield shard_of(norm, rank, size, norm.name, "model.norm.weight")
     if not shape.tie_word_embeddings:

@@ -84,9 +84,13 @@ class EngineCore:
         self._runner.sampler = _sampler(self, self._runner, self._requests)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield vLLM's own parameters, which the next step reads."""
+        """Yield vLLM's own parameters, which the next step reads; of experts in one tensor x each matrix, x[0], x[1]..."""
         for name, parameter in self._runner.model.named_parameters():
-            yield name, parameter.data
+            name = name.replace(".routed_experts.", ".")  # of 0.30 and newer
+            if parameter.dim() < 3:
+                yield name, parameter.data
+            else:
+                yield from ((f"{name}[{expert}]", matrix) for expert, matrix in enumerate(parameter.data))
 
     def add(self, token_ids: Sequence[int], drawn: Drawn, stop: Sequence[int]) -> str:
         """Queue a request that draws `drawn.limit` tokens at most, until one of `stop`, and return its name."""
@@ -171,7 +175,22 @@ def _in_job(place: Place, device: torch.device) -> Iterator[None]:
 
             # Packed weights are copies, which refit would not reach.
             stack.enter_context(patch.object(vllm._custom_ops, "_supports_onednn", False))
+            _leave_experts_unpacked()
         yield
+
+
+def _leave_experts_unpacked() -> None:
+    """Pack the weights of experts in each call, for as long as this process runs."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    if not hasattr(cpu_moe, "packed_in_call"):
+        pack, run, isa = cpu_moe.cpu_prepack_moe_weight, cpu_moe.cpu_fused_moe, 9
+
+        def packed_in_call(output: Tensor, x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> None:
+            run(output, x, pack(w1, rest[isa - 4]), pack(w2, rest[isa - 4]), *rest)
+
+        cpu_moe.packed_in_call = cpu_moe.cpu_fused_moe = packed_in_call
+        cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight
 
 
 def _group_maker(place: Place, device: torch.device) -> Callable[..., None]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from hpcrl.config.engines import register_engine
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.block import Block
 from hpcrl.model.blocks.feed_forward import FeedForward
+from hpcrl.model.blocks.mixture import MixtureOfExperts
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.rollout.engines.engine import Engine
 from hpcrl.rollout.engines.fused_shards import check_divisible, fused_shards
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from hpcrl.runtime.groups import RoleGroups
 
 OLDEST = (0, 28)
+WINDOWS = ("mistral",)  # families, of which vLLM has the windows
+MIXTURES = ("qwen3_moe",)
 VOCABULARY_MULTIPLE = 64  # vLLM pads to it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -31,8 +35,8 @@ def check_model(shape: ModelShape, tp: int) -> None:
     for number, layer in enumerate(shape.layers):
         attention, mlp, norms = layer.attention, layer.mlp, layer.norms
         is_known = {
-            attention.title: isinstance(attention, Attention) and attention.window is None,
-            mlp.title: type(mlp) is FeedForward,
+            attention.title: isinstance(attention, Attention) and (attention.window is None or shape.family in WINDOWS),
+            mlp.title: type(mlp) is FeedForward or (shape.family in MIXTURES and is_plain(mlp)),
             norms.title: norms == Norms(),
         }
         if unknown := [title for title, known in is_known.items() if not known]:
@@ -40,6 +44,13 @@ def check_model(shape: ModelShape, tp: int) -> None:
                 f"rollout.engine=vllm: its layout of {unknown[0]} (layer {number}) is not known; use engine=native"
             )
     check_divisible(shape, tp)
+
+
+def is_plain(mlp: Block) -> bool:
+    """Whether it is a mixture whose router is a softmax, without shared experts, biases and groups."""
+    return isinstance(mlp, MixtureOfExperts) and mlp == MixtureOfExperts(
+        mlp.hidden_size, mlp.num_experts, mlp.ffn_hidden_size, mlp.topk, mlp.norm_topk_prob
+    )
 
 
 def package_version() -> tuple[int, ...] | None:
