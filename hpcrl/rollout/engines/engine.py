@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from hpcrl.config.engines import EngineSpec
-from hpcrl.rollout.engines.native.cache_layout import planned_bytes
+from hpcrl.rollout.engines.cache_layout import planned_bytes
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import Config, EngineConfig
