@@ -13,14 +13,7 @@ import numpy as np
 
 from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.rollout.protocol import (
-    Completion,
-    FinishReason,
-    Request,
-    SamplingParams,
-    Trajectory,
-    merge_routed_experts,
-)
+from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams, Trajectory, merge_routed_experts
 from hpcrl.runtime.mpi import wait_for_ranks
 from hpcrl.workers.prompt_pictures import EncodedPictures
 from hpcrl.workers.response_columns import response_columns

@@ -56,9 +56,7 @@ class RolloutWorker(Worker):
         self.engine = engine
         self.prompts = prompts
         self.softmax_size = softmax_size
-        self.scorer = scorer
-        self.agent = agent
-        self.pictures = pictures
+        self.scorer, self.agent, self.pictures = scorer, agent, pictures
         self.on_response: Callable[[], None] | None = None  # called when a response of `generate` is finished
         self.config = config
         self.journal: ResponseJournal | None = None  # on leaders, if responses are kept for a restart
@@ -149,20 +147,16 @@ class RolloutWorker(Worker):
         self, batch: DataProto, requests: list[Request], sampling: SamplingParams, shown: EncodedPictures | None
     ) -> tuple[list[Trajectory], dict[str, Metric]]:
         """New responses, in the order of the requests, and metrics of tools. Pictures of tools are added to `shown`."""
-        split, rows = batch.meta_info["split"], batch.samples["row"].tolist()
-        options: dict[str, Any] = {
-            "seed": self.config.run.seed,
-            "step": batch.meta_info["step"],
-            "on_finished": partial(self._finish, batch, requests),
-            "on_step": self._on_step,
-        }
-        metrics: dict[str, Metric] = {}
+        meta, metrics = batch.meta_info, dict[str, Metric]()
+        options: dict[str, Any] = {"seed": self.config.run.seed, "step": meta["step"], "on_step": self._on_step}
+        options["on_finished"] = partial(self._finish, batch, requests)
         self.engine.wake()
         if self.agent is None:
             completions = self.engine.generate(requests, sampling, **options)
             trajectories = [Trajectory.from_completion(completion) for completion in completions]
         else:
-            records = [self.prompts[split].record(row) for row in rows] if self.is_leader else None
+            prompts, rows = self.prompts[meta["split"]], batch.samples["row"].tolist()
+            records = [prompts.record(row) for row in rows] if self.is_leader else None
             encode = None if self.pictures is None or shown is None else partial(self.pictures.add_answers, shown)
             trajectories, metrics = self.agent.run(self.engine, requests, records, sampling, encode=encode, **options)
         if self.config.rollout.free_cache_engine:
