@@ -108,6 +108,7 @@ MODULES = {
     "report.rank_times": "observe.report.charts",
     "report.recorded_run": "observe.read.recorded_run",
     "rewards.scorers.ground_truth": "rewards.registry",
+    "rollout.native.cache_layout": "rollout.engines.cache_layout",
     "rollout.native.decode_graphs": "rollout.engines.native.paged_decode",
     "rollout.native.decode_state": "rollout.engines.native.paged_decode",
     "rollout_source.background_task": "run.rollouts.scoring",

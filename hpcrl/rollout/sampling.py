@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,7 @@ from hpcrl.kernels import sampling as kernels
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.philox import MULTIPLIERS, ROUNDS, WEYL
 from hpcrl.rollout.protocol import SamplingParams
-
-if TYPE_CHECKING:
-    from hpcrl.rollout.engines.native.decoder import TensorParallel
+from hpcrl.rollout.tensor_parallel import TensorParallel
 
 _MULTIPLIERS = np.array(MULTIPLIERS, np.uint64)
 _WEYL = np.array(WEYL, np.uint64)

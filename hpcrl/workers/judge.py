@@ -33,7 +33,7 @@ from hpcrl.model.params import Shard, engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rewards.judge import Question, Sample, sample_scores
 from hpcrl.rollout.engines.native.build import native_engine
-from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
@@ -42,7 +42,6 @@ from hpcrl.workers.scorer import response_text, responses_of
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import Config, JudgeConfig
-    from hpcrl.rollout.engines.native.engine import NativeEngine
     from hpcrl.runtime.groups import RoleGroups
     from hpcrl.workers.team import Inputs, Team
 
@@ -139,7 +138,7 @@ class JudgeWorker(Worker):
     spec = JUDGE
 
     def __init__(
-        self, groups: RoleGroups, engine: NativeEngine, shape: ModelShape, config: Config, inputs: Inputs
+        self, groups: RoleGroups, engine: RolloutEngine, shape: ModelShape, config: Config, inputs: Inputs
     ) -> None:
         super().__init__(groups.layout, groups.rank)
         self.cfg: JudgeConfig = config.reward.judge

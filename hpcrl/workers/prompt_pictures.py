@@ -6,24 +6,28 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from hpcrl.algorithms.metrics import Sum
+from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.pictures import Picture, PictureColumn, PicturePlaces
 from hpcrl.data.image_loader import ImageLoader, index_pictures
 from hpcrl.data.images import ImageProcessor, Source
 from hpcrl.engine.microbatch import tokens_of_towers
 from hpcrl.model.vision import tower_flops
 from hpcrl.observe.record.archive import ArchiveError, PictureFolder
-from hpcrl.rollout.protocol import PictureEncoder, PromptPicture, Request, ToolPicture
+from hpcrl.rollout.protocol import PictureEncoder, PromptPicture, Request, RolloutEngine, ToolPicture, Trajectory
+from hpcrl.runtime.job import run_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hpcrl.model.shape import ModelShape
+    from hpcrl.workers.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +91,11 @@ class EncodedPictures:
         samples = [[(picture.key, picture.place) for picture in request.pictures] for request in requests]
         return cls(samples, {picture.key: picture.features for request in requests for picture in request.pictures})
 
-    def of_samples(self) -> list[tuple[PromptPicture, ...]]:
-        """The pictures of each prompt, for its requests."""
+    def added_to(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests of the samples, each with the pictures of its prompt."""
         return [
-            tuple(PromptPicture(key, picture, self.features[key]) for key, picture in sample) for sample in self.samples
+            replace(request, pictures=tuple(PromptPicture(key, place, self.features[key]) for key, place in sample))
+            for request, sample in zip(requests, self.samples, strict=True)
         ]
 
     def column(self, answers: Sequence[Sequence[ToolPicture]] | None = None) -> PictureColumn:
@@ -121,7 +126,8 @@ class PromptPictures:
     With a frozen tower a picture's features never change: they are the column's values, so that no other role encodes
     the picture, and up to `cache_bytes` of them are kept in host memory for later steps, by content.
 
-    shape: of a model with a vision tower. images: decodes what tools return. loaders: of each split.
+    shape: of a model with a vision tower. images: decodes what tools return. loaders: of each split. folder: for what
+    tools return, beside the run's archive.
     """
 
     engine: PictureEncoder
@@ -129,6 +135,7 @@ class PromptPictures:
     images: ImageProcessor
     cache_bytes: int
     loaders: Mapping[str, ImageLoader]
+    folder: PictureFolder
     is_leader: bool = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -136,6 +143,17 @@ class PromptPictures:
         self._vision, self._is_frozen = self.shape.vision, self.shape.vision.train == "none"
         self._cache: OrderedDict[int, Tensor] = OrderedDict()  # least recently used first
         self._held = 0
+
+    @classmethod
+    def build(cls, team: Team, engine: RolloutEngine, *, is_leader: bool) -> PromptPictures | None:
+        """None for a language model."""
+        config, inputs = team.config, team.inputs
+        if inputs.images is None:
+            return None
+        cache_bytes, loaders = int(config.model.vision.cache_gib * 2**30), team.image_loaders(inputs.prompts)
+        folder = PictureFolder(run_directory(config) / "rollouts")
+        encoder = cast(PictureEncoder, engine)
+        return cls(encoder, inputs.shape, inputs.images, cache_bytes, loaders, folder, is_leader=is_leader)
 
     def close(self) -> None:
         """End the processes that decode."""
@@ -179,15 +197,40 @@ class PromptPictures:
         self._add(shown, [picture.key for picture in distinct], grids, decode, divided=divided)
         return [shown.features[picture.key] for picture in pictures]
 
-    def pixels(self, split: str, rows: Sequence[int], answers: Sequence[Sequence[ToolPicture]]) -> PictureColumn:
-        """The pictures of these rows, and those that tools returned, as patches, which every role encodes."""
-        column = self.loaders[split].column(rows)
-        if not any(answers):
-            return column
-        values = {key: column.values.row(number) for number, key in enumerate(column.keys.tolist())}
-        values |= {picture.key: self._patches_of(picture) for answer in answers for picture in answer}
-        places = PicturePlaces.of_samples(with_answers(column.samples(), answers))
-        return PictureColumn.of(places, [values[key] for key in places.keys.tolist()])
+    def drawn(
+        self, shown: EncodedPictures, trajectories: Sequence[Trajectory], *, has_tools: bool, archives: bool
+    ) -> DataProto:
+        """The pictures of drawn responses as columns, and their counts as metrics. For leaders.
+
+        has_tools: a column says what tools returned. archives: write that to files, for a replay.
+        """
+        answers = [done.pictures for done in trajectories]
+        returned = [picture for answer in answers for picture in answer]
+        self.add_answers(shown, returned, divided=False)  # those of recalled responses
+        column = shown.column(answers)
+        samples = self.work_of(column)
+        if has_tools:
+            samples["tool_pictures"] = np.array([tool_pictures_text(answer) for answer in answers], object)
+        if archives:
+            keep_tool_pictures(self.folder, returned)
+        counts = {"perf/pictures": float(len(shown.features)), "perf/pictures_encoded": float(shown.num_encoded)}
+        if flops := self.flops(column):
+            counts["perf/tower_flops"] = flops
+        metrics = {name: Sum(count) for name, count in counts.items()}
+        return DataProto({"pictures": column}, samples, {"metrics": metrics})
+
+    def recorded(self, folder: str, samples: Mapping[str, np.ndarray]) -> DataProto:
+        """The pictures of recorded samples as columns: patches, which every role encodes. Those that tools returned are
+        beside the archive in `folder`, or, of samples from a checkpoint, in the run's own."""
+        rows, folders = samples["row"].tolist(), (PictureFolder(folder), self.folder)
+        answers = [tool_pictures_of(text, *folders) for text in samples.get("tool_pictures", ["[]"] * len(rows))]
+        column = self.loaders["train"].column(rows)
+        if any(answers):
+            values = {key: column.values.row(number) for number, key in enumerate(column.keys.tolist())}
+            values |= {picture.key: self._patches_of(picture) for answer in answers for picture in answer}
+            places = PicturePlaces.of_samples(with_answers(column.samples(), answers))
+            column = PictureColumn.of(places, [values[key] for key in places.keys.tolist()])
+        return DataProto({"pictures": column}, self.work_of(column))
 
     def work_of(self, column: PictureColumn) -> dict[str, np.ndarray]:
         """The samples' column `tower_tokens`: what a trained tower's work on each is worth in tokens of the language

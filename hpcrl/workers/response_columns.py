@@ -13,10 +13,9 @@ from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.model.blocks.router import NOT_RECORDED
 from hpcrl.observe.read.archive import read_step
-from hpcrl.observe.record.archive import PictureFolder, step_path
+from hpcrl.observe.record.archive import step_path
 from hpcrl.rollout.protocol import Request, Trajectory
 from hpcrl.runtime.exits import InputError
-from hpcrl.workers.prompt_pictures import tool_pictures_of
 
 if TYPE_CHECKING:
     from hpcrl.workers.rollout import RolloutWorker
@@ -62,7 +61,7 @@ def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
 def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, scores: bool) -> DataProto:
     """Responses of meta_info["step"] in the archive `folder`, for a worker's prompts; `position` is the row there.
     scores: read their scores as well."""
-    needs_experts, pictures = worker.config.actor.router_replay.mode == "R3", worker.pictures
+    needs_experts = worker.config.actor.router_replay.mode == "R3"
     names = [*RECORDED, *["token_level_scores"] * scores, *["routed_experts?"] * needs_experts]
     tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
     if needs_experts and "routed_experts" not in tokens:
@@ -71,33 +70,27 @@ def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, 
             "replays; record with R3, or use another mode"
         )
     rows = batch.samples["position"]
-    _check_fit(worker, folder, tokens, {name: samples[name][rows].tolist() for name in ("uid", "row", "epoch")})
+    samples = {name: values[rows] for name, values in samples.items()}
+    _check_fit(worker, folder, tokens, [samples[name].tolist() for name in ("uid", "row", "epoch")])
     columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
-    work: dict[str, np.ndarray] = {}
-    if pictures is not None:
-        # Samples of a checkpoint have their pictures in the run's folder.
-        folders = PictureFolder(folder), worker.picture_folder
-        texts = samples["tool_pictures"][rows] if "tool_pictures" in samples else ["[]"] * len(rows)
-        answers = [tool_pictures_of(text, *folders) for text in texts]
-        columns["pictures"] = column = pictures.pixels("train", samples["row"][rows].tolist(), answers)
-        work = pictures.work_of(column)
-    turns = [name for name in ("num_turns", "tool_call_counts", "tool_pictures") if name in samples]
-    kept = ["prompt_length", "response_length", "finish_reason", *turns]
+    optional = ["num_turns", "tool_call_counts", "tool_pictures"]
     if scores:
+        optional += ["score", "acc", "extras", "rm_score", "judge_score"]
         samples["extras"] = np.array([json.loads(text) for text in samples["extras"]], object)
-        kept += [name for name in ("score", "acc", "extras", "rm_score", "judge_score") if name in samples]
         if "verdicts" in samples:
-            verdicts = [text.encode("utf-8") for text in samples["verdicts"][rows]]
-            columns["verdicts"] = Ragged.from_rows([np.frombuffer(text, np.uint8) for text in verdicts], np.uint8)
-    return DataProto(columns, {name: samples[name][rows] for name in kept} | work, {})
+            verdicts = [np.frombuffer(text.encode("utf-8"), np.uint8) for text in samples["verdicts"]]
+            columns["verdicts"] = Ragged.from_rows(verdicts, np.uint8)
+    kept = ["prompt_length", "response_length", "finish_reason", *(name for name in optional if name in samples)]
+    found = DataProto(columns, {name: samples[name] for name in kept})
+    return found if worker.pictures is None else found.union(worker.pictures.recorded(folder, samples))
 
 
 def _check_fit(
-    worker: RolloutWorker, folder: str, tokens: Mapping[str, tuple[np.ndarray, np.ndarray]], samples: dict[str, list]
+    worker: RolloutWorker, folder: str, tokens: Mapping[str, tuple[np.ndarray, np.ndarray]], samples: Sequence[list]
 ) -> None:
     """Raise InputError for a recording with other data files or a larger vocabulary. samples: uid, row and epoch."""
     prompts, softmax_size = worker.prompts["train"], worker.softmax_size
-    for uid, row, epoch in zip(*samples.values(), strict=True):
+    for uid, row, epoch in zip(*samples, strict=True):
         found = prompts.uid(row, epoch) if row < len(prompts) else "no such row"
         if uid != found:
             raise InputError(

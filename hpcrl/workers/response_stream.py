@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpcrl.rollout.protocol import (
-    Completion,
-    FinishReason,
-    Request,
-    RolloutEngine,
-    SamplingParams,
-    Trajectory,
-    merge_routed_experts,
-)
+from hpcrl.algorithms.metrics import Sum
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams, Trajectory, merge_routed_experts
 from hpcrl.runtime.mpi import wait_for_ranks
-from hpcrl.workers.response_journal import ResponseJournal
+from hpcrl.workers.prompt_pictures import EncodedPictures
+from hpcrl.workers.response_columns import response_columns
 
 if TYPE_CHECKING:
-    from hpcrl.config.schema import Config
-    from hpcrl.controller.register import Worker
-    from hpcrl.workers.scorer import ResponseScorer
+    from hpcrl.workers.rollout import RolloutWorker
 
 
 @dataclass(eq=False)
@@ -78,16 +72,14 @@ class ResponseStream:
     the next `run` with the weights that the engine has then; without `interrupts` it waits for them. `capacity` bounds
     the number of running responses, so that few have to be waited for.
 
-    The journal gets only responses that weights of one version have drawn completely: after a restart, the first tokens
-    of others would be older than their recorded version.
+    The worker's journal gets only responses that weights of one version have drawn completely: after a restart, the
+    first tokens of others would be older than their recorded version.
     """
 
-    def __init__(self, worker: Worker, scorer: ResponseScorer | None, config: Config) -> None:
-        self.worker = worker
-        self.scorer = scorer
-        self.capacity = config.rollout.max_num_seqs
-        self.interrupts = config.async_training.partial_rollout
-        self.journal: ResponseJournal | None = None  # on the leader, if responses are kept for a restart
+    def __init__(self, worker: RolloutWorker) -> None:
+        self.worker, self.scorer = worker, worker.scorer
+        self.capacity = worker.config.rollout.max_num_seqs
+        self.interrupts = worker.config.async_training.partial_rollout
         self._busy_seconds = 0.0  # since the previous notification
         self._waiting: deque[Response] = deque()  # on the leader: not yet given to the engine
         self._interrupted: list[Response] = []
@@ -100,25 +92,40 @@ class ResponseStream:
         self._done: dict[int, list[Response]] = {}  # group -> its finished samples
         self._unreported: list[int] = []  # finished groups, whose scores may be missing
 
-    def add(self, responses: Sequence[Response]) -> None:
+    def add(self, requests: Sequence[Request], groups: Sequence[int], rows: Sequence[int]) -> None:
         """Add responses to draw, all samples of each prompt. On the leader."""
-        self._waiting.extend(responses)
-        self._open.update(response.group for response in responses)
+        self._waiting.extend(Response(*sample) for sample in zip(requests, groups, rows, strict=True))
+        self._open.update(groups)
 
-    def pop(self, group: int) -> list[Response]:
-        """Remove the samples of a finished prompt and return them in the order of their index. On the leader."""
-        return sorted(self._done.pop(group), key=lambda response: response.request.sample_index)
+    def pop(self, groups: Iterable[int]) -> DataProto:
+        """Remove the samples of finished prompts and return them, prompt by prompt in the order of their index, as
+        columns with their weight versions. On the leader."""
+        by_index = attrgetter("request.sample_index")
+        responses = [response for group in groups for response in sorted(self._done.pop(group), key=by_index)]
+        requests = [response.request for response in responses]
+        found = response_columns(requests, [response.trajectory() for response in responses])
+        if self.worker.pictures is not None:
+            found.tokens["pictures"] = EncodedPictures.of_requests(requests).column()
+        versions = np.array([response.versions for response in responses], np.int64).reshape(-1, 2)
+        found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
+        num_recalled = sum(response.is_recalled for response in responses)
+        if num_recalled:
+            found.meta_info["metrics"] = {"perf/rollouts_reused": Sum(float(num_recalled))}
+        return found
 
-    def run(self, engine: RolloutEngine, sampling: SamplingParams, *, seed: int, version: int) -> None:
+    def run(self, sampling: SamplingParams, version: int) -> None:
         """Generate with the weights of `version`, and with random numbers of the step after it."""
+        if self.worker.journal is not None:
+            recall = version == self.worker.recalled_version
+            self.worker.journal.begin(sampling, step=version + 1, version=version, recall=recall)
         self._version, self._is_stopped = version, False
         self._given, self._interrupted = self._interrupted, []
         self._num_running = len(self._given)
         self._since = time.perf_counter()
-        completions = engine.generate(
+        completions = self.worker.engine.generate(
             [response.continuation() for response in self._given],
             sampling,
-            seed=seed,
+            seed=self.worker.config.run.seed,
             step=version + 1,
             source=self,
             on_finished=self._finish,
@@ -161,7 +168,8 @@ class ResponseStream:
 
     def _recall(self, response: Response) -> bool:
         """Finish a response that an earlier attempt has drawn; False if there is none."""
-        done = self.journal.recall(response.request) if self.journal is not None else None
+        journal = self.worker.journal
+        done = journal.recall(response.request) if journal is not None else None
         if done is None:
             return False
         response.extend(done, self._version)
@@ -180,8 +188,8 @@ class ResponseStream:
         self._num_running -= 1
         if not self.worker.is_leader:
             return
-        if self.journal is not None and response.versions == (self._version, self._version):
-            self.journal.write(response.request, response.trajectory())
+        if self.worker.journal is not None and response.versions == (self._version, self._version):
+            self.worker.journal.write(response.request, response.trajectory())
         self._close(response)
 
     def _close(self, response: Response) -> None:

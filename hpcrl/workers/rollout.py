@@ -1,35 +1,29 @@
-"""Generation: prompts in, responses and their log-probs out."""
+"""The rollout role: prompts in, responses and their log-probs out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.algorithms.metrics import Metric, Sum, merge
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.config.plugins import parameters
 from hpcrl.config.roles import ROLLOUT
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.observe.record.archive import PictureFolder
-from hpcrl.rewards.manager import REWARD_MANAGERS
 from hpcrl.rollout.engines.engine import engine_of
 from hpcrl.rollout.environments.loop import AgentLoop
 from hpcrl.rollout.environments.turn_handler import turn_columns, turn_metrics, turns_for_scorer
-from hpcrl.rollout.protocol import Completion, PictureEncoder, Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
-from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures, keep_tool_pictures, tool_pictures_text
+from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures
 from hpcrl.workers.response_columns import WRITTEN, recorded_responses, response_columns
 from hpcrl.workers.response_journal import ResponseJournal
-from hpcrl.workers.response_stream import Response, ResponseStream
+from hpcrl.workers.response_stream import ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
 
 if TYPE_CHECKING:
@@ -37,8 +31,12 @@ if TYPE_CHECKING:
 
 
 class RolloutWorker(Worker):
-    """Generates responses. scorer: scores finished responses, on leaders. agent: answers the model between turns.
-    pictures: those of prompts, of a vision-language model."""
+    """Generates the responses to a batch (`generate`), generates responses without end (`submit`, `go_on`, `take`), or
+    reads recorded ones (`replay`).
+
+    scorer: scores finished responses, on leaders. agent: answers the model between turns. pictures: those of prompts,
+    of a vision-language model.
+    """
 
     spec = ROLLOUT
 
@@ -58,32 +56,25 @@ class RolloutWorker(Worker):
         self.engine = engine
         self.prompts = prompts
         self.softmax_size = softmax_size
-        self.scorer = scorer
-        self.agent = agent
-        self.pictures = pictures
+        self.scorer, self.agent, self.pictures = scorer, agent, pictures
         self.on_response: Callable[[], None] | None = None  # called when a response of `generate` is finished
         self.config = config
+        self.journal: ResponseJournal | None = None  # on leaders, if responses are kept for a restart
         self.recalled_version: int | None = None  # of the weights that drew the responses in the journal
-        self.picture_folder = PictureFolder(run_directory(config) / "rollouts")
-        self.stream = ResponseStream(self, scorer, config)
+        self.stream = ResponseStream(self)
 
     @classmethod
     def build(cls, team: Team, role: str) -> RolloutWorker | None:
         layout, world, config = team.layouts[role], team.world, team.config
         if world.rank not in layout:
             return None
-        scorer = _response_scorer(team) if team.inputs.is_scored and world.rank in layout.leaders else None
-        shape = team.inputs.shape
-        engine = engine_of(config).make(team.groups[role], shape, config, ranks_on_node=world.local_size)
+        inputs, is_leader = team.inputs, world.rank in layout.leaders
+        scorer = ResponseScorer.build(team) if inputs.is_scored and is_leader else None
+        engine = engine_of(config).make(team.groups[role], inputs.shape, config, ranks_on_node=world.local_size)
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
-        pictures = None
-        if shape.vision is not None:
-            cache, images = int(config.model.vision.cache_gib * 2**30), team.inputs.images
-            assert images is not None
-            loaders, encoder = team.image_loaders(team.inputs.prompts), cast(PictureEncoder, engine)
-            pictures = PromptPictures(encoder, shape, images, cache, loaders, is_leader=world.rank in layout.leaders)
-        prompts = team.inputs.prompts
-        return cls(layout, world.rank, engine, config, prompts, shape.softmax_size, scorer, agent, pictures)
+        pictures = PromptPictures.build(team, engine, is_leader=is_leader)
+        softmax_size = inputs.shape.softmax_size
+        return cls(layout, world.rank, engine, config, inputs.prompts, softmax_size, scorer, agent, pictures)
 
     @register(Dispatch.ONE_TO_ALL)
     def keep_responses(self, origin: str, recalled_version: int | None) -> None:
@@ -92,7 +83,7 @@ class RolloutWorker(Worker):
         self.recalled_version = recalled_version
         if self.is_leader:
             folder = run_directory(self.config) / "rollouts"
-            self.stream.journal = ResponseJournal(folder, self.rank, self.config, origin)
+            self.journal = ResponseJournal(folder, self.rank, self.config, origin)
 
     @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -107,66 +98,26 @@ class RolloutWorker(Worker):
         """One response per row. meta_info: `split` names the dataset, `step` keys the random numbers, and with
         `weight_version`, that of the engine's weights, responses are kept (see `keep_responses`)."""
         start = time.perf_counter()
-        split, rows = batch.meta_info["split"], batch.samples["row"].tolist()
-        requests, shown, metrics = self._requests(batch), None, dict[str, Metric]()
+        requests, shown = self._requests(batch), None
         if self.pictures is not None:
-            shown = self.pictures.encode(split, rows)
-            requests = with_pictures(requests, shown)
-        journal = self.stream.journal if "weight_version" in batch.meta_info else None
-        known, left = self._recalled(requests, sampling, batch.meta_info)
-        if known:
-            metrics["perf/rollouts_reused"] = Sum(float(len(known)))
-        if journal is not None and journal.num_stale:
-            metrics["perf/rollouts_stale"] = Sum(float(journal.num_stale))
-
-        def begin_score(index: int, done: Trajectory) -> None:
-            if self.scorer is not None:
-                turns = turns_for_scorer(done) if self.agent is not None else {}
-                self.scorer.begin(split, rows[index], done.token_ids, done.finish_reason, turns)
-
-        def finished(place: int, done: Completion | Trajectory) -> None:
-            if self.on_response is not None:
-                self.on_response()
-            trajectory = done if isinstance(done, Trajectory) else Trajectory.from_completion(done)
-            if journal is not None:
-                journal.write(requests[left[place]], trajectory)
-            begin_score(left[place], trajectory)
-
-        for index, done in known.items():
-            begin_score(index, done)
-        own, their_rows = [requests[index] for index in left], [rows[index] for index in left]
-        drawn, found = self._draw(own, their_rows, batch.meta_info, sampling, finished, shown)
+            shown = self.pictures.encode(batch.meta_info["split"], batch.samples["row"].tolist())
+            requests = shown.added_to(requests)
+        done, left, metrics = self._recalled(batch, requests, sampling)
+        drawn, counts = self._draw(batch.reorder(left), [requests[index] for index in left], sampling, shown)
         if not self.is_leader:
-            return DataProto({}, {}, {})
-        known |= dict(zip(left, drawn, strict=True))
-        trajectories = [known[index] for index in range(len(requests))]
+            return DataProto()
+        done |= dict(zip(left, drawn, strict=True))
+        trajectories = [done[index] for index in range(len(requests))]
         columns = response_columns(requests, trajectories)
         if self.agent is not None:
             columns.samples |= turn_columns(trajectories)
-            found = merge([found, turn_metrics(trajectories)])
-        if shown is not None:
-            metrics |= self._add_pictures(columns, shown, trajectories, batch.meta_info)
-        columns.meta_info["metrics"] = {**metrics, **found, "perf/rollout_busy_s": Sum(time.perf_counter() - start)}
+            counts |= turn_metrics(trajectories)
+        if self.pictures is not None and shown is not None:
+            options = {"has_tools": self.agent is not None, "archives": "weight_version" in batch.meta_info}
+            columns = columns.union(self.pictures.drawn(shown, trajectories, **options))
+        counts["perf/rollout_busy_s"] = Sum(time.perf_counter() - start)
+        columns.meta_info["metrics"] = merge([metrics, *columns.metrics, counts])
         return columns
-
-    def _add_pictures(
-        self, columns: DataProto, shown: EncodedPictures, trajectories: Sequence[Trajectory], meta: dict[str, Any]
-    ) -> dict[str, Metric]:
-        """Add the column of pictures, and of those that tools returned; return their counts. For leaders."""
-        assert self.pictures is not None
-        answers = [done.pictures for done in trajectories]
-        returned = [picture for answer in answers for picture in answer]
-        self.pictures.add_answers(shown, returned, divided=False)  # those of recalled responses
-        columns.tokens["pictures"] = column = shown.column(answers)
-        columns.samples |= self.pictures.work_of(column)
-        if self.agent is not None:
-            columns.samples["tool_pictures"] = np.array([tool_pictures_text(answer) for answer in answers], object)
-            if "weight_version" in meta:  # training, whose samples are archived
-                keep_tool_pictures(self.picture_folder, returned)
-        counts = {"perf/pictures": float(len(shown.features)), "perf/pictures_encoded": float(shown.num_encoded)}
-        if flops := self.pictures.flops(column):
-            counts["perf/tower_flops"] = flops
-        return {name: Sum(count) for name, count in counts.items()}
 
     @register(Dispatch.DP_ORDER, reads=("row",))
     def load_ahead(self, batch: DataProto) -> None:
@@ -175,46 +126,57 @@ class RolloutWorker(Worker):
             self.pictures.load_ahead(batch.meta_info["split"], batch.samples["row"].tolist())
 
     def _recalled(
-        self, requests: list[Request], sampling: SamplingParams, meta: dict[str, Any]
-    ) -> tuple[dict[int, Trajectory], list[int]]:
-        """Responses that an earlier attempt drew, by index of the request, on the leader; and the indices of the other
-        requests, on every rank of the replica."""
-        known: dict[int, Trajectory] = {}
-        version = meta.get("weight_version")
+        self, batch: DataProto, requests: list[Request], sampling: SamplingParams
+    ) -> tuple[dict[int, Trajectory], list[int], dict[str, Metric]]:
+        """Responses that an earlier attempt drew, by index of the request, on the leader; the indices of the other
+        requests, on every rank of the replica; and metrics. Scoring of the responses begins."""
+        version, known, counts = batch.meta_info.get("weight_version"), dict[int, Trajectory](), dict[str, int]()
         recall = version is not None and version == self.recalled_version
-        if self.stream.journal is not None and version is not None:
-            self.stream.journal.begin(sampling, step=meta["step"], version=version, recall=recall)
-            found = [self.stream.journal.recall(request) for request in requests]
-            known = {index: done for index, done in enumerate(found) if done is not None}
+        if self.journal is not None and version is not None:
+            self.journal.begin(sampling, step=batch.meta_info["step"], version=version, recall=recall)
+            found = enumerate([self.journal.recall(request) for request in requests])
+            known = {index: done for index, done in found if done is not None}
+            counts = {"reused": len(known), "stale": self.journal.num_stale}
+        for index, done in known.items():
+            self._begin_score(batch, index, done)
         skipped = set(self.context.broadcast(self.layout, list(known) if self.is_leader else None)) if recall else set()
-        return known, [index for index in range(len(requests)) if index not in skipped]
+        left = [index for index in range(len(requests)) if index not in skipped]
+        return known, left, {f"perf/rollouts_{name}": Sum(float(count)) for name, count in counts.items() if count}
 
     def _draw(
-        self,
-        requests: list[Request],
-        rows: list[int],
-        meta: dict[str, Any],
-        sampling: SamplingParams,
-        on_finished: Callable[[int, Any], None],
-        shown: EncodedPictures | None,
+        self, batch: DataProto, requests: list[Request], sampling: SamplingParams, shown: EncodedPictures | None
     ) -> tuple[list[Trajectory], dict[str, Metric]]:
         """New responses, in the order of the requests, and metrics of tools. Pictures of tools are added to `shown`."""
+        meta, metrics = batch.meta_info, dict[str, Metric]()
+        options: dict[str, Any] = {"seed": self.config.run.seed, "step": meta["step"], "on_step": self._on_step}
+        options["on_finished"] = partial(self._finish, batch, requests)
         self.engine.wake()
-        seed = self.config.run.seed
-        options = {"step": meta["step"], "on_finished": on_finished, "on_step": self._on_step}
-        metrics: dict[str, Metric] = {}
-        if self.agent is not None:
-            records = [self.prompts[meta["split"]].record(row) for row in rows] if self.is_leader else None
-            encode = None if self.pictures is None or shown is None else partial(self.pictures.add_answers, shown)
-            trajectories, metrics = self.agent.run(
-                self.engine, requests, records, sampling, seed=seed, encode=encode, **options
-            )
-        else:
-            completions = self.engine.generate(requests, sampling, seed=seed, **options)
+        if self.agent is None:
+            completions = self.engine.generate(requests, sampling, **options)
             trajectories = [Trajectory.from_completion(completion) for completion in completions]
+        else:
+            prompts, rows = self.prompts[meta["split"]], batch.samples["row"].tolist()
+            records = [prompts.record(row) for row in rows] if self.is_leader else None
+            encode = None if self.pictures is None or shown is None else partial(self.pictures.add_answers, shown)
+            trajectories, metrics = self.agent.run(self.engine, requests, records, sampling, encode=encode, **options)
         if self.config.rollout.free_cache_engine:
             self.engine.sleep()
         return trajectories, metrics
+
+    def _finish(self, batch: DataProto, requests: list[Request], index: int, done: Completion | Trajectory) -> None:
+        """Called when a response of the batch is finished."""
+        if self.on_response is not None:
+            self.on_response()
+        trajectory = done if isinstance(done, Trajectory) else Trajectory.from_completion(done)
+        if self.journal is not None and "weight_version" in batch.meta_info:
+            self.journal.write(requests[index], trajectory)
+        self._begin_score(batch, index, trajectory)
+
+    def _begin_score(self, batch: DataProto, index: int, done: Trajectory) -> None:
+        if self.scorer is not None:
+            turns = turns_for_scorer(done) if self.agent is not None else {}
+            split, row = batch.meta_info["split"], int(batch.samples["row"][index])
+            self.scorer.begin(split, row, done.token_ids, done.finish_reason, turns)
 
     @register(Dispatch.DP_ORDER, reads=("row", "epoch", "sample_index", "prompt"), leader_only=True, reentrant=True)
     def submit(self, batch: DataProto) -> None:
@@ -222,8 +184,8 @@ class RolloutWorker(Worker):
         prompts, rows = batch.samples["prompt"].tolist(), batch.samples["row"].tolist()
         requests = self._requests(batch)
         if self.pictures is not None:
-            requests = with_pictures(requests, self.pictures.encode("train", rows, divided=False))
-        self.stream.add([Response(*sample) for sample in zip(requests, prompts, rows, strict=True)])
+            requests = self.pictures.encode("train", rows, divided=False).added_to(requests)
+        self.stream.add(requests, prompts, rows)
 
     @register(Dispatch.ORDER_ALL)
     def go_on(self, sampling: SamplingParams, version: int) -> None:
@@ -233,10 +195,7 @@ class RolloutWorker(Worker):
         attempt drew with these weights are not drawn again.
         """
         self.engine.wake()
-        if self.stream.journal is not None:
-            recall = version == self.recalled_version
-            self.stream.journal.begin(sampling, step=version + 1, version=version, recall=recall)
-        self.stream.run(self.engine, sampling, seed=self.config.run.seed, version=version)
+        self.stream.run(sampling, version)
 
     @register(
         Dispatch.DP_COMPUTE_PROTO, reads=("prompt", "sample_index"), writes=WRITTEN, leader_only=True, reentrant=True
@@ -244,18 +203,7 @@ class RolloutWorker(Worker):
     def take(self, batch: DataProto) -> DataProto:
         """The responses to finished prompts, with their weight versions; rows in order of prompts, a prompt's samples
         in order of their index."""
-        prompts = batch.samples["prompt"].tolist()
-        responses = [response for prompt in dict.fromkeys(prompts) for response in self.stream.pop(prompt)]
-        requests = [each.request for each in responses]
-        found = response_columns(requests, [each.trajectory() for each in responses])
-        if self.pictures is not None:
-            found.tokens["pictures"] = EncodedPictures.of_requests(requests).column()
-        versions = np.array([response.versions for response in responses], np.int64).reshape(-1, 2)
-        found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
-        num_recalled = sum(response.is_recalled for response in responses)
-        if num_recalled:
-            found.meta_info["metrics"] = {"perf/rollouts_reused": Sum(float(num_recalled))}
-        return found
+        return self.stream.pop(dict.fromkeys(batch.samples["prompt"].tolist()))
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -287,10 +235,6 @@ class RolloutWorker(Worker):
             self.context.poll()
 
 
-def with_pictures(requests: list[Request], pictures: EncodedPictures) -> list[Request]:
-    return [replace(request, pictures=mine) for request, mine in zip(requests, pictures.of_samples(), strict=True)]
-
-
 def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:
     """Make the loop of agents. Collective over the ranks of each replica."""
     world, config = team.world, team.config
@@ -299,13 +243,3 @@ def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:
     log_path = run_directory(config) / "logs" / f"tools_{world.rank:05d}.log"
     options = config.rollout.multi_turn, config.data, team.inputs.tokenizer, comm, str(log_path)
     return AgentLoop(*options, team.inputs.images)
-
-
-def _response_scorer(team: Team) -> ResponseScorer:
-    config, manager = team.config, None
-    if config.reward.uses_rules:
-        log_path = run_directory(config) / "logs" / f"scorer_{team.world.rank:05d}.log"
-        chosen = REWARD_MANAGERS.get(config.reward.reward_manager.name)
-        params = parameters(config, "reward", chosen.name)
-        manager = chosen.function(config.reward, params, config.data.max_response_length, str(log_path))
-    return ResponseScorer(manager, team.inputs.tokenizer, team.inputs.prompts)

@@ -14,12 +14,14 @@ import numpy as np
 from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.config.plugins import parameters
 from hpcrl.config.roles import SCORER
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import end_token_ids
-from hpcrl.rewards.manager import RewardManager, ScoreRequest, Scores
+from hpcrl.rewards.manager import REWARD_MANAGERS, RewardManager, ScoreRequest, Scores
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
 
 if TYPE_CHECKING:
@@ -39,6 +41,16 @@ class ResponseScorer:
     manager: RewardManager | None
     tokenizer: PreTrainedTokenizerBase
     prompts: dict[str, PromptDataset]
+
+    @classmethod
+    def build(cls, team: Team) -> ResponseScorer:
+        config, manager = team.config, None
+        if config.reward.uses_rules:
+            log_path = run_directory(config) / "logs" / f"scorer_{team.world.rank:05d}.log"
+            chosen = REWARD_MANAGERS.get(config.reward.reward_manager.name)
+            params = parameters(config, "reward", chosen.name)
+            manager = chosen.function(config.reward, params, config.data.max_response_length, str(log_path))
+        return cls(manager, team.inputs.tokenizer, team.inputs.prompts)
 
     def begin(
         self,

@@ -18,8 +18,8 @@ from hpcrl.kernels.decode_attention import (
 )
 from hpcrl.kernels.decode_attention_triton import cut_rows as fused_cut_rows
 from hpcrl.model.blocks.block import CachedHeads
+from hpcrl.rollout.engines.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.attention import DecodeAttention, NewTokens, PagedAttention
-from hpcrl.rollout.engines.native.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache

@@ -17,7 +17,7 @@ from hpcrl.engine.microbatch import make_micro_batches
 from hpcrl.model.blocks.router import NOT_RECORDED, Router
 from hpcrl.model.build import named_parameters
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE
+from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory

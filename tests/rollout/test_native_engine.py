@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.native.cache_layout import max_kv_bytes
+from hpcrl.rollout.engines.cache_layout import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.rollout.small_model import SHAPE, draw_weights, make_requests

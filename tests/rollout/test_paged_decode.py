@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.native.cache_layout import CacheLayout
+from hpcrl.rollout.engines.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.paged_decode import graph_size
 from hpcrl.rollout.engines.native.scheduler import Scheduler

@@ -48,7 +48,7 @@ def shape_of(train: str) -> ModelShape:
 def test_of_responses(column: PictureColumn, train: str) -> None:
     """A frozen tower's work is done where they were drawn."""
     prompts, lengths = np.repeat(np.arange(8), 2), 20 + 3 * np.arange(16)
-    pictures: Any = PromptPictures(None, shape_of(train), None, 0, {}, is_leader=True)  # type: ignore[arg-type]
+    pictures: Any = PromptPictures(None, shape_of(train), None, 0, {}, None, is_leader=True)  # type: ignore[arg-type]
     work = pictures.work_of(column.take(prompts))
     samples = {"prompt": prompts, "prompt_length": lengths - 9, "response_length": np.full(16, 9), **work}
     batch = DataProto({}, samples, {"num_prompts": 8, "step": 1})

@@ -15,7 +15,7 @@ from hpcrl.model.blocks.micro_batch import FP32, INT64
 from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision
-from hpcrl.rollout.engines.native.cache_layout import planned_bytes
+from hpcrl.rollout.engines.cache_layout import planned_bytes
 from hpcrl.runtime.layout import Layout
 
 MIB, GIB = 2**20, 2**30

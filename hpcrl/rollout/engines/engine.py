@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from hpcrl.config.engines import EngineSpec
 from hpcrl.config.plugins import parameters
-from hpcrl.rollout.engines.native.cache_layout import planned_bytes
+from hpcrl.rollout.engines.cache_layout import planned_bytes
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import Config, EngineConfig

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from hpcrl.controller.controller import replica_column
 from hpcrl.data.curriculum import step_report
 from hpcrl.run.rollouts.scoring import num_prompts, numbered, score
 from hpcrl.run.rollouts.source import Gathering, RolloutContext, RolloutSource, RolloutState
-from hpcrl.workers.response_stream import Finished
+
+if TYPE_CHECKING:
+    from hpcrl.workers.response_stream import Finished
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from hpcrl.kernels.vocabulary import LOG2_E
 from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.model.exact import exact_attention
-from hpcrl.rollout.engines.native.cache_layout import CacheLayout
+from hpcrl.rollout.engines.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache
 

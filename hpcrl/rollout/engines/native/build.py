@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.config.schema import EngineConfig
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.native.cache_layout import max_kv_bytes
+from hpcrl.rollout.engines.cache_layout import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.groups import RoleGroups

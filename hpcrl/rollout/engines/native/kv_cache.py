@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.model.blocks.block import CachedHeads
-from hpcrl.rollout.engines.native.cache_layout import CacheLayout
+from hpcrl.rollout.engines.cache_layout import CacheLayout
 
 FREE = -1
 

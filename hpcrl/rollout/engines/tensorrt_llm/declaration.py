@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from hpcrl.config.engines import register_engine
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.model.blocks.block import unsupported
+from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, blocks_for
 from hpcrl.rollout.engines.engine import Engine
 from hpcrl.rollout.engines.fused_shards import check_divisible, fused_shards
-from hpcrl.rollout.engines.native.cache_layout import BLOCK_SIZE, blocks_for
 from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
 from hpcrl.runtime.exits import InputError
 

@@ -84,7 +84,7 @@ class EngineCore:
         self._runner.sampler = _sampler(self, self._runner, self._requests)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield vLLM's own parameters, which the next step reads; of experts in one tensor x each matrix, x[0], x[1]..."""
+        """Yield vLLM's own parameters, which the next step reads; of a tensor x of experts each matrix, x[0], x[1]..."""
         for name, parameter in self._runner.model.named_parameters():
             name = name.replace(".routed_experts.", ".")  # of 0.30 and newer
             if parameter.dim() < 3:

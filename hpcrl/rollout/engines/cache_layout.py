@@ -1,4 +1,6 @@
-"""The layout of the native engine's cache: what each layer caches, blocks of tokens, and bytes. No torch, no numpy.
+"""The layout of an engine's cache: what each layer caches, blocks of tokens, and bytes. No torch, no numpy.
+
+The native engine has this layout. `hpcrl plan` uses it for engines that do not declare their bytes, too.
 
 Layers that attend to all tokens cache keys and values in blocks, which grow with a sequence. A layer with a window
 caches its last tokens in a ring, and a recurrent layer a state: both have a fixed size for each running sequence.
