@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpcrl.model.build import DTYPES
 from hpcrl.model.families.config_json import hf_config
+from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, CacheLayout
 from hpcrl.rollout.engines.native.build import cache_bytes
 from hpcrl.rollout.engines.vllm.core import EngineCore, Place
 from hpcrl.rollout.keyed_sampler import Drawn, KeyedSampler
@@ -139,6 +140,8 @@ def make_engine(
     layout, device, rollout = groups.layout, platform.device(), config.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     dtype = DTYPES[rollout.dtype or config.model.dtype]
+    # vLLM leaves its first block empty
+    block = CacheLayout.of(shape, layout.tp, longest).block_bytes(dtype.itemsize)
     core = EngineCore(
         hf_config(shape),
         Place(groups.rank, layout.group_of(groups.rank, "tp"), groups.tp, groups.pp),
@@ -148,7 +151,8 @@ def make_engine(
         max_model_len=longest,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
-        kv_cache_memory_bytes=cache_bytes(rollout, shape, layout.tp, dtype, longest, ranks_on_node),
+        kv_cache_memory_bytes=cache_bytes(rollout, shape, layout.tp, dtype, longest, ranks_on_node) + block,
+        block_size=BLOCK_SIZE,
         enable_prefix_caching=rollout.enable_prefix_caching,
     )
     weights = own_weights(core.parameters(), shards)
