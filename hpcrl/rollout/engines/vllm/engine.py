@@ -130,6 +130,7 @@ class VllmEngine:
         if self._asleep is not None:
             for cache, nbytes in zip(self._core.caches(), self._asleep, strict=True):
                 cache.untyped_storage().resize_(nbytes)
+                cache.zero_()  # attention multiplies what it masks by 0, and memory may have NaN
             self._asleep = None
             self._core.reset_prefix_cache()
 
