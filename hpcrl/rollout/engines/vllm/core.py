@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ def import_vllm() -> None:
     """Import what a rank runs of vLLM. On a CPU, functions that vLLM compiles stay as they are: torch.compile costs a
     minute and needs a C++ compiler at run time."""
     os.environ.update(ENVIRONMENT)
+    for name in ("vllm.renderers.base", "vllm.v1.engine.input_processor"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # hints at how prompts are passed
     with _without_compiler(), _quiet():
         import vllm._custom_ops
         import vllm.engine.arg_utils
@@ -190,6 +193,7 @@ def _without_compiler() -> Iterator[None]:
 @contextmanager
 def _in_job(place: Place, device: torch.device) -> Iterator[None]:
     """Context in which vLLM starts over the job's process groups, and leaves what is the process's own as it was."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.models import registry
     from vllm.v1.worker import cpu_worker, gpu_worker
 
@@ -199,6 +203,10 @@ def _in_job(place: Place, device: torch.device) -> Iterator[None]:
         stack.enter_context(patch.dict(os.environ, environ))
         stack.enter_context(_without_compiler())
         stack.enter_context(_quiet())
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        # The alternative to the job's groups is shared memory: its name is the same in all jobs, a job that is killed
+        # leaves it behind, and its ranks spin
+        stack.enter_context(patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda _: False))
         stack.enter_context(patch.object(torch, "set_num_threads", torch.set_num_threads))
         # A process that imports vLLM anew, to learn what a model's class declares
         stack.enter_context(patch.object(registry, "_run_in_subprocess", lambda function: function()))

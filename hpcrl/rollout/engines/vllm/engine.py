@@ -129,8 +129,9 @@ class VllmEngine:
     def wake(self) -> None:
         if self._asleep is not None:
             for cache, nbytes in zip(self._core.caches(), self._asleep, strict=True):
-                cache.untyped_storage().resize_(nbytes)
-                cache.zero_()  # attention multiplies what it masks by 0, and memory may have NaN
+                storage = cache.untyped_storage()
+                storage.resize_(nbytes)
+                storage.fill_(0)  # attention multiplies what it masks by 0, and memory may have NaN
             self._asleep = None
             self._core.reset_prefix_cache()
 
