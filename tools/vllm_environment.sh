@@ -57,7 +57,13 @@ if [[ ! -e $folder/.hpcrl_stamp ]]; then
     # A limit, because a download may hang
     export -f make
     export python work
-    timeout "${HPCRL_VLLM_SECONDS:-600}" bash -ceuo pipefail 'make "$@"' make "$folder" 9>&- >&2
+    timeout "${HPCRL_VLLM_SECONDS:-600}" bash -ceuo pipefail 'make "$1"' make "$folder" 9>&- >"$work/log" 2>&1 ||
+        die "cannot make $folder: $(tr -s '[:space:]' ' ' <"$work/log" | tail -c 600)"
+    PYTHONPATH=$PWD OMP_NUM_THREADS=1 timeout 300 "$folder/bin/python" -W ignore -c "
+from hpcrl.runtime import platform
+platform.import_megatron()
+from hpcrl.rollout.engines.vllm.core import import_vllm
+import_vllm()" 9>&- >"$work/log" 2>&1 || die "cannot import what is in $folder: $(tail -n 1 "$work/log")"
 fi
 touch "$folder/.hpcrl_stamp"
 # Environments of other versions that no test has used for a month

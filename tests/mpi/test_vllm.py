@@ -2,6 +2,7 @@
 
 Run in an environment with vLLM, which pins torch and transformers (tools/vllm_environment.sh):
 .venv-vllm/bin/mpiexec -n 1|2|3 .venv-vllm/bin/python -m pytest tests/mpi/test_vllm.py
+tools/test.sh --all runs one model on 2 ranks; the rest is exhaustive.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Sides(NamedTuple):
                 refit.run(source, engine.weights())
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[pytest.param("qwen2", marks=pytest.mark.exhaustive), "qwen3"])
 def sides(request: pytest.FixtureRequest, world: World) -> Sides:
     shape = SHAPES[request.param]
     training, rollout = LAYOUTS[world.size]
@@ -181,18 +182,18 @@ def test_the_cache_is_freed_and_comes_back(sides: Sides) -> None:
 def test_a_refit_takes_effect_in_every_weight(world: World, sides: Sides) -> None:
     names = world.broadcast_object(list(sides.actor.named_shards()) if sides.actor else None, 0)
     parts = world.all_gather_object(list(sides.actor.named_shards()) if sides.actor else [])
-    requests = make_requests()[:4]
+    requests, sampling = make_requests()[:4], replace(SAMPLINGS["greedy"], max_new_tokens=4)
     for name in dict.fromkeys(name for part in parts for name in part) if world.size > 1 else names:
-        before = draw(sides.vllm, SAMPLINGS["greedy"], requests) if sides.vllm else []
+        before = draw(sides.vllm, sampling, requests) if sides.vllm else []
         for change in (0.2, -0.2):
             weight = sides.actor.named_shards().get(name) if sides.actor else None
             if weight is not None:
                 weight += change
             sides.refit()
             if sides.vllm is not None and change > 0:
-                after = draw(sides.vllm, SAMPLINGS["greedy"], requests)
+                after = draw(sides.vllm, sampling, requests)
                 assert any(
                     one.log_probs.tolist() != other.log_probs.tolist() for one, other in zip(before, after, strict=True)
                 ), name
                 assert sides.native is not None
-                assert_same(after, draw(sides.native, SAMPLINGS["greedy"], requests))
+                assert_same(after, draw(sides.native, sampling, requests))

@@ -203,7 +203,8 @@ def _in_job(place: Place, device: torch.device) -> Iterator[None]:
         stack.enter_context(patch.dict(os.environ, environ))
         stack.enter_context(_without_compiler())
         stack.enter_context(_quiet())
-        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         # The alternative to the job's groups is shared memory: its name is the same in all jobs, a job that is killed
         # leaves it behind, and its ranks spin
         stack.enter_context(patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda _: False))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.config.engines import register_engine
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.blocks.attention import Attention
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.norms import Norms
+from hpcrl.model.families.config_json import read_shape
 from hpcrl.rollout.engines.engine import Engine
 from hpcrl.rollout.engines.fused_shards import check_divisible, fused_shards
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from hpcrl.config.schema import Config
     from hpcrl.model.params import Shard
     from hpcrl.model.shape import ModelShape
@@ -30,8 +35,10 @@ def check_model(shape: ModelShape, tp: int) -> None:
     """Raise InputError for a model whose layout in vLLM is not known."""
     for number, layer in enumerate(shape.layers):
         attention, mlp, norms = layer.attention, layer.mlp, layer.norms
+        with_window = isinstance(attention, Attention) and attention.window is not None
         is_known = {
-            attention.title: isinstance(attention, Attention) and attention.window is None,
+            attention.title: isinstance(attention, Attention),
+            "attention with a window": not with_window,
             mlp.title: type(mlp) is FeedForward,
             norms.title: norms == Norms(),
         }
@@ -52,6 +59,21 @@ def package_version() -> tuple[int, ...] | None:
     return None
 
 
+def check_package() -> None:
+    """Raise InputError if there is no vLLM that this package works with."""
+    found = package_version()
+    if found is None:
+        raise InputError(
+            "rollout.engine=vllm, and vLLM is not installed here; make an environment with tools/vllm_environment.sh, "
+            "or use rollout.engine=native"
+        )
+    if found < OLDEST:
+        raise InputError(
+            f"rollout.engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer, and {'.'.join(map(str, found))} is "
+            "installed; use a newer one, or rollout.engine=native"
+        )
+
+
 @register_engine("vllm")
 class Vllm(Engine):
     supports = frozenset(("evaluations",))
@@ -65,19 +87,18 @@ class Vllm(Engine):
     def check(self, config: Config, tp: int) -> None:
         if VOCABULARY_MULTIPLE % tp:
             raise ConfigError(f"rollout.engine=vllm with placement.rollout.tp={tp}; use 1, 2, 4 or 8")
+        model = config.model
+        try:
+            check_model(read_shape(Path(model.path)) if model.path else shape_from_yaml(model, 1), tp)
+        except InputError as error:
+            raise ConfigError(str(error)) from error
+
+    def start(self, comm: MPI.Intracomm) -> None:
+        from hpcrl.runtime.mpi import run_collectively
+
+        run_collectively(comm, check_package)
 
     def make(self, groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
-        found = package_version()
-        if found is None:
-            raise InputError(
-                "rollout.engine=vllm, and vLLM is not installed here; make an environment with "
-                "tools/vllm_environment.sh, or use rollout.engine=native"
-            )
-        if found < OLDEST:
-            raise InputError(
-                f"rollout.engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer, and "
-                f"{'.'.join(map(str, found))} is installed; use a newer one, or rollout.engine=native"
-            )
         from hpcrl.rollout.engines.vllm.engine import make_engine
         from hpcrl.runtime import platform
 

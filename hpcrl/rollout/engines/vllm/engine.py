@@ -131,7 +131,8 @@ class VllmEngine:
             for cache, nbytes in zip(self._core.caches(), self._asleep, strict=True):
                 storage = cache.untyped_storage()
                 storage.resize_(nbytes)
-                storage.fill_(0)  # attention multiplies what it masks by 0, and memory may have NaN
+                # Attention multiplies what it masks by 0, and memory may have NaN
+                storage.fill_(0)  # type: ignore[attr-defined]
             self._asleep = None
             self._core.reset_prefix_cache()
 
