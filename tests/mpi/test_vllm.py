@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -34,6 +35,7 @@ SHAPES = {
     "qwen2": replace(SHAPE, family="qwen2", qkv_bias=True, tie_word_embeddings=True),
     "qwen3": replace(SHAPE, family="qwen3", qk_norm=True),
 }
+CACHE = 100 * 2**20  # bytes
 # ranks -> training, rollout; three ranks: vLLM's pool is a part of the world
 LAYOUTS = {
     1: (Layout((0,)), Layout((0,))),
@@ -80,7 +82,12 @@ def sides(request: pytest.FixtureRequest, world: World) -> Sides:
     groups = make_groups({"actor": training, "rollout": rollout}, world.rank, GroupCache(world.rank))
     config = Config.model_validate(
         {
-            "rollout": {"engine": "vllm", "max_num_seqs": 16, "max_num_batched_tokens": 64, "kv_cache_gib": 0.01},
+            "rollout": {
+                "engine": "vllm",
+                "max_num_seqs": 16,
+                "max_num_batched_tokens": 64,
+                "kv_cache_gib": CACHE / 2**30,
+            },
             "data": {"max_prompt_length": 32, "max_response_length": 32},
         }
     )
@@ -172,7 +179,9 @@ def test_requests_may_come_while_others_run(sides: Sides) -> None:
 def test_the_cache_is_freed_and_comes_back(sides: Sides) -> None:
     if sides.vllm is not None:
         expected = draw(sides.vllm, SAMPLINGS["plain"])
+        full = psutil.Process().memory_info().rss
         sides.vllm.sleep()
+        assert full - psutil.Process().memory_info().rss > 0.9 * CACHE
         with pytest.raises(RuntimeError, match="asleep"):
             draw(sides.vllm, SAMPLINGS["plain"])
         sides.vllm.wake()

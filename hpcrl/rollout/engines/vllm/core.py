@@ -150,9 +150,10 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
 
-    def caches(self) -> list[Tensor]:
-        """Return the tensors of the KV cache."""
-        return list(self._runner.kv_caches)
+    def cache_storages(self) -> list[torch.UntypedStorage]:
+        """Return the memory of the KV cache, of which layers may share parts."""
+        storages = [cache.untyped_storage() for cache in self._runner.kv_caches]
+        return list({storage.data_ptr(): storage for storage in storages}.values())
 
 
 def _sampler(core: EngineCore, runner: Any, requests: Mapping[str, Drawn]) -> Any:
