@@ -2,9 +2,9 @@
 # Run the tests, and say what they cost: those without MPI on all cores, then one SPMD pytest session under mpiexec for each
 # of 4 and 2 ranks. Beside them, as tests wait for something a third of their time, run the sessions of 1 rank, of 3 for
 # the torch.distributed backend and, with --all, of 8 for the layouts that need as many, then the tests on a private Slurm,
-# which is installed where apt and root are there, and those in a browser. At last, with --all, those that need a quiet machine.
-# Without a Slurm or a browser their tests are left out, and the summary says so; HPCRL_REQUIRE_SLURM=1 and
-# HPCRL_REQUIRE_BROWSER=1 make that a failure.
+# which is installed where apt and root are there, those in a browser, and those of vLLM in an environment of their own. At
+# last, with --all, those that need a quiet machine. Without a Slurm, a browser or vLLM their tests are left out, and the
+# summary says so; HPCRL_REQUIRE_SLURM=1, HPCRL_REQUIRE_BROWSER=1 and HPCRL_REQUIRE_VLLM=1 make that a failure.
 #   tools/test.sh [--all | --exhaustive | --changed] [-k EXPR] [--write-budgets]
 # --all adds the tests marked slow, --exhaustive also those marked exhaustive; --changed runs only the files that test what
 # differs from HPCRL_BASE (origin/main, else the last commit). HPCRL_TEST_COSTS=DIR keeps what the tables are made of.
@@ -17,11 +17,12 @@ report=()
 seconds=${HPCRL_TEST_SECONDS:-300} # for one test, then it fails with every thread's stack
 selected=no
 all=no
+exhaustive=no
 changed=no
 while (($#)); do
     case $1 in
     --all) all=yes options+=(-m "not exhaustive") seconds=${HPCRL_TEST_SECONDS:-900} ;;
-    --exhaustive) all=yes options+=(-m "") seconds=${HPCRL_TEST_SECONDS:-3600} ;;
+    --exhaustive) all=yes exhaustive=yes options+=(-m "") seconds=${HPCRL_TEST_SECONDS:-3600} ;;
     --changed) changed=yes selected=yes ;;
     --write-budgets) report+=(--write-budgets) ;;
     -k)
@@ -45,7 +46,8 @@ cores=$(env -u OMP_NUM_THREADS nproc) # which counts no more than OMP_NUM_THREAD
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 # ranks outnumber cores
 export HPCRL_TEST_SECONDS=$seconds # tests/mpi/conftest.py keeps time itself: it ends the job, not one rank
 unset PYTHONDONTWRITEBYTECODE      # else every process of a job under test compiles the package anew
-python=.venv/bin/python
+bin=.venv/bin ranks=$logs/ranks # of `world`: programs, and the socket of the server that forks ranks
+python=$bin/python
 
 files=(tests)
 if [[ $changed == yes ]]; then
@@ -83,13 +85,13 @@ part() {
 world() {
     local size=$1 code=0 rank
     shift
-    export RANK_LOGS=$logs/world_$size
+    export RANK_LOGS=$ranks.$size
     mkdir "$RANK_LOGS"
     # shellcheck disable=SC2016 # each rank expands these for itself
-    HPCRL_TEST_SERVER=$logs/ranks .venv/bin/mpiexec -n "$size" bash -c '
+    HPCRL_TEST_SERVER=$ranks bin=$bin "$bin/mpiexec" -n "$size" bash -c '
         rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}
         [[ $rank == 0 ]] || exec >"$RANK_LOGS/$rank" 2>&1
-        exec .venv/bin/python -I -S tests/preloaded/rank.py -m pytest -p tests.costs "$@"
+        exec "$bin/python" -I -S tests/preloaded/rank.py -m pytest -p tests.costs "$@"
     ' pytest "$@" --timeout 0 "${options[@]}" </dev/null || code=$?
     if ((code != 0)) && ! ((code == 5 && ${#options[@]})); then
         for ((rank = 1; rank < size; rank++)); do
@@ -98,6 +100,41 @@ world() {
         done
     fi
     return "$code"
+}
+
+# serve PYTHON SOCKET: start tests/preloaded/server.py, which forks the sessions' ranks, and ends when this shell does, whose
+# pipe it reads; TRITON_INTERPRET as tests/conftest.py
+serve() {
+    local interpret
+    interpret=$([[ -e /dev/nvidiactl ]] || echo TRITON_INTERPRET=1)
+    exec {server}> >(exec env $interpret PYTHONPATH="$PWD" "$1" tests/preloaded/server.py "$2" pytest hypothesis)
+    until [[ -S $2 ]]; do
+        kill -0 $! || { echo "test.sh: error: tests/preloaded/server.py has ended" >&2; exit 1; }
+        sleep 0.05
+    done
+}
+
+# vllm: whole jobs, then SPMD sessions, in an environment with vLLM
+vllm() {
+    local folder size sizes=(2) code=0 worst=5 # 5: nothing is selected
+    if ! folder=$(tools/vllm_environment.sh cached); then
+        echo "the tests of vLLM are left out"
+        [[ ${HPCRL_REQUIRE_VLLM:-0} != 1 ]]
+        return
+    fi
+    [[ $exhaustive == no ]] || sizes+=(1 3)
+    bin=$folder/bin ranks=$logs/vllm_ranks
+    export PYTHONPATH=$PWD # hpcrl is not installed there
+    serve "$bin/python" "$ranks"
+    HPCRL_TEST_SERVER=$ranks "$bin/python" -m pytest -p tests.costs "${options[@]}" --timeout "$seconds" -rs \
+        tests/run/test_vllm_jobs.py || code=$?
+    ((code == 5)) || worst=$code
+    for size in "${sizes[@]}"; do
+        code=0
+        world "$size" tests/mpi/test_engines.py || code=$?
+        ((code == 5 || (worst != 5 && worst != 0))) || worst=$code
+    done
+    return "$worst"
 }
 
 mapfile -t plain < <(chosen tests tests/mpi tests/slurm tests/observe/browser)
@@ -121,18 +158,13 @@ run_beside() {
         why=$(tools/browser.sh install 2>&1) || printf '\n%s\n' "$why"
         part "browser" "${pytest[@]}" --timeout "$seconds" -rs "${pages[@]}"
     fi
+    [[ $all == no ]] || part "vLLM" vllm
 }
 beside=
 trap '[[ ! $beside ]] || kill -- "-$beside" 2>/dev/null || true; rm -rf "$logs"' EXIT
 
 if ((${#spmd[@]})); then
-    # It forks the sessions' ranks, and ends when this script does, whose pipe it reads; TRITON_INTERPRET as tests/conftest.py
-    interpret=$([[ -e /dev/nvidiactl ]] || echo TRITON_INTERPRET=1)
-    exec {server}> >(exec env $interpret PYTHONPATH="$PWD" "$python" tests/preloaded/server.py "$logs/ranks" pytest hypothesis)
-    until [[ -S $logs/ranks ]]; do
-        kill -0 $! || { echo "test.sh: error: tests/preloaded/server.py has ended" >&2; exit 1; }
-        sleep 0.05
-    done
+    serve "$python" "$ranks"
 fi
 set -m # a process group of its own, which an interrupt does not reach
 run_beside >"$logs/beside" 2>&1 </dev/null &

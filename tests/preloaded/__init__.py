@@ -34,7 +34,10 @@ def cpu_seconds() -> float:
 
 @functools.cache
 def server() -> str:
-    """The socket of this process's server, which is started by the first call and ends with this process."""
+    """The socket of this process's server, which is started by the first call and ends with this process;
+    HPCRL_TEST_SERVER names one that others started."""
+    if address := os.environ.get("HPCRL_TEST_SERVER"):
+        return address
     folder = tempfile.TemporaryDirectory(prefix="hpcrl_ranks_")
     address = Path(folder.name, "socket")
     path = os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)

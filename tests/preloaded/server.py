@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.util
 import json
 import os
 import resource
@@ -41,6 +42,10 @@ def preload(more: list[str]) -> None:
     for name in (*PRELOADED, *more):
         __import__(name)
     platform.install()
+    if importlib.util.find_spec("vllm") is not None:
+        from hpcrl.rollout.engines.vllm.core import import_vllm
+
+        import_vllm()
     from hpcrl.data.tokenizer import load_tokenizer
 
     load_tokenizer(str(Path(__file__).parents[2] / "configs" / "tokenizer"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,6 +36,21 @@ ENVIRONMENT = {  # read when vLLM is imported
 }
 
 
+def import_vllm() -> None:
+    """Import what a rank runs of vLLM. On a CPU, functions that vLLM compiles stay as they are: torch.compile costs a
+    minute and needs a C++ compiler at run time."""
+    os.environ.update(ENVIRONMENT)
+    for name in ("vllm.renderers.base", "vllm.v1.engine.input_processor"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # hints at how prompts are passed
+    with _without_compiler(), _quiet():
+        import vllm._custom_ops
+        import vllm.engine.arg_utils
+        import vllm.model_executor.models.registry
+        import vllm.v1.engine.llm_engine
+        import vllm.v1.worker.cpu_worker
+        import vllm.v1.worker.gpu_worker  # noqa: F401
+
+
 @dataclass(frozen=True)
 class Place:
     """This rank's place in a replica. tp: the group of the replica. own: the group of this rank."""
@@ -55,7 +72,7 @@ class EngineCore:
     """
 
     def __init__(self, config: Mapping[str, Any], place: Place, device: torch.device, **options: Any) -> None:
-        os.environ.update(ENVIRONMENT)
+        import_vllm()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -84,7 +101,7 @@ class EngineCore:
         self._runner.sampler = _sampler(self, self._runner, self._requests)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield vLLM's own parameters, which the next step reads; of a tensor x of experts each matrix, x[0], x[1]..."""
+        """Yield vLLM's own parameters, which the next step reads; of a tensor x of experts, x[0], x[1]..."""
         for name, parameter in self._runner.model.named_parameters():
             name = name.replace(".routed_experts.", ".")  # of 0.30 and newer
             if parameter.dim() < 3:
@@ -137,9 +154,10 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
 
-    def caches(self) -> list[Tensor]:
-        """Return the tensors of the KV cache."""
-        return list(self._runner.kv_caches)
+    def cache_storages(self) -> list[torch.UntypedStorage]:
+        """Return the memory of the KV cache, of which layers may share parts."""
+        storages = [cache.untyped_storage() for cache in self._runner.kv_caches]
+        return list({storage.data_ptr(): storage for storage in storages}.values())
 
 
 def _sampler(core: EngineCore, runner: Any, requests: Mapping[str, Drawn]) -> Any:
@@ -158,15 +176,46 @@ def _sampler(core: EngineCore, runner: Any, requests: Mapping[str, Drawn]) -> An
 
 
 @contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without vLLM's warnings of settings that this package chooses. Later ones go to the rank's log."""
+    logger = logging.getLogger("vllm")
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(logging.WARNING)
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    with ExitStack() as stack:
+        if not torch.cuda.is_available():
+            plain = lambda function=None, **_: function or (lambda wrapped: wrapped)  # noqa: E731
+            stack.enter_context(patch.object(torch, "compile", plain))
+        yield
+
+
+@contextmanager
 def _in_job(place: Place, device: torch.device) -> Iterator[None]:
     """Context in which vLLM starts over the job's process groups, and leaves what is the process's own as it was."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.models import registry
     from vllm.v1.worker import cpu_worker, gpu_worker
 
     environ = {"RANK": str(place.tp_rank), "LOCAL_RANK": str(device.index or 0), "WORLD_SIZE": str(len(place.ranks))}
     start = _group_maker(place, device)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, environ))
+        stack.enter_context(_without_compiler())
+        stack.enter_context(_quiet())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        # The alternative to the job's groups is shared memory: its name is the same in all jobs, a job that is killed
+        # leaves it behind, and its ranks spin
+        stack.enter_context(patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda _: False))
         stack.enter_context(patch.object(torch, "set_num_threads", torch.set_num_threads))
+        # A process that imports vLLM anew, to learn what a model's class declares
+        stack.enter_context(patch.object(registry, "_run_in_subprocess", lambda function: function()))
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         for module in (gpu_worker, cpu_worker):
             stack.enter_context(patch.object(module, "init_worker_distributed_environment", start))
@@ -176,6 +225,8 @@ def _in_job(place: Place, device: torch.device) -> Iterator[None]:
             # Packed weights are copies, which refit would not reach.
             stack.enter_context(patch.object(vllm._custom_ops, "_supports_onednn", False))
             _leave_experts_unpacked()
+            # It binds the process's memory to one NUMA node, which is the launcher's task.
+            stack.enter_context(patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None))
         yield
 
 

