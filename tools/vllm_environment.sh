@@ -57,8 +57,9 @@ if [[ ! -e $folder/.hpcrl_stamp ]]; then
     # A limit, because a download may hang
     export -f make
     export python work
-    timeout "${HPCRL_VLLM_SECONDS:-600}" bash -ceuo pipefail 'make "$1"' make "$folder" 9>&- >"$work/log" 2>&1 ||
-        die "cannot make $folder: $(tr -s '[:space:]' ' ' <"$work/log" | tail -c 600)"
+    limit=${HPCRL_VLLM_SECONDS:-600}
+    timeout "$limit" bash -ceuo pipefail 'make "$1"' make "$folder" 9>&- >"$work/log" 2>&1 ||
+        die "cannot make $folder in $limit s: $(tr -s '[:space:]' ' ' <"$work/log" | tail -c 600)"
     PYTHONPATH=$PWD OMP_NUM_THREADS=1 timeout 300 "$folder/bin/python" -W ignore -c "
 from hpcrl.runtime import platform
 platform.import_megatron()
