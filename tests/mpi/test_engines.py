@@ -213,7 +213,7 @@ def test_a_refit_takes_effect_in_every_weight(world: World, sides: Sides) -> Non
     """An engine may compute with copies of its weights; then their bytes prove nothing."""
     names = world.broadcast_object(list(sides.actor.named_shards()) if sides.actor else None, 0)
     parts = world.all_gather_object(list(sides.actor.named_shards()) if sides.actor else [])
-    requests, sampling = make_requests()[:4], replace(SAMPLINGS["greedy"], max_new_tokens=4)
+    requests, sampling = make_requests()[::4], replace(SAMPLINGS["greedy"], max_new_tokens=4)
     for name in dict.fromkeys(name for part in parts for name in part) if world.size > 1 else names:
         before = draw(sides.other, sampling, requests) if sides.other else []
         for change in (0.2, -0.2):
