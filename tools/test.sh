@@ -127,7 +127,7 @@ vllm() {
     export PYTHONPATH=$PWD # hpcrl is not installed there
     serve "$bin/python" "$ranks"
     HPCRL_TEST_SERVER=$ranks "$bin/python" -m pytest -p tests.costs "${options[@]}" --timeout "$seconds" -rs \
-        tests/run/test_vllm_jobs.py || code=$?
+        tests/run/test_engine_jobs.py || code=$?
     ((code == 5)) || worst=$code
     for size in "${sizes[@]}"; do
         code=0

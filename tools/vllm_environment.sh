@@ -57,7 +57,7 @@ if [[ ! -e $folder/.hpcrl_stamp ]]; then
     # A limit, because a download may hang
     export -f make
     export python work
-    limit=${HPCRL_VLLM_SECONDS:-600}
+    limit=${HPCRL_VLLM_SECONDS:-300}
     timeout "$limit" bash -ceuo pipefail 'make "$1"' make "$folder" 9>&- >"$work/log" 2>&1 ||
         die "cannot make $folder in $limit s: $(tr -s '[:space:]' ' ' <"$work/log" | tail -c 600)"
     PYTHONPATH=$PWD OMP_NUM_THREADS=1 timeout 300 "$folder/bin/python" -W ignore -c "

@@ -1,6 +1,6 @@
-"""Jobs with rollout.engine=vllm: the texts and metrics of the same jobs with the native engine, and their ends.
+"""Jobs with another engine, vLLM or a plugin: texts and metrics are those of the native one, and their ends.
 
-They run in an environment with vLLM (tools/vllm_environment.sh), which tools/test.sh --all makes.
+Those with vLLM run in an environment of its own (tools/vllm_environment.sh), which tools/test.sh --all makes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import pytest
 
 from tests.preloaded import RANK
 from tests.run.small_run import MODEL, checkpoints, compared, log_of, run_folder, train, write_config, write_rows
-from tests.runtime.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
+from tests.runtime.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed here")
+PLUGIN = str(REPOSITORY / "docs" / "examples" / "transformers_engine.py")
 
 WIDE = {**MODEL, "hidden_size": 128, "ffn_hidden_size": 96}  # vLLM's attention on a CPU has no heads below 32
 OTHER = ("training/rollout_", "rollout_corr/", "fully_async/")  # what differs by rounding, and shares of times
@@ -135,6 +136,23 @@ def test_ten_steps_are_those_of_the_native_engine(tmp_path: Path, placement: dic
     assert not re.search(r"(INFO|WARNING|ERROR) vllm|site-packages/vllm", log_of(vllm))
 
 
+@pytest.mark.skipif(HAS_VLLM, reason="it runs where vLLM is not installed")
+def test_a_plugins_engine_takes_the_steps_of_the_native_one(tmp_path: Path) -> None:
+    engines = {"transformers": {"transformers": {"batch_size": 5}}, "native": {}}
+    other, native = (
+        job(
+            tmp_path / name,
+            2,
+            name,
+            steps=2,
+            run={"name": "ends", "dir": str(tmp_path / name / "runs"), "plugins": [PLUGIN]},
+            rollout=own,
+        )
+        for name, own in engines.items()
+    )
+    assert_as_native(other, native, 2)
+
+
 @needs_vllm
 def test_a_rollout_pool_of_its_own_one_step_ahead(tmp_path: Path) -> None:
     options = {"placement": APART, "async_training": {"mode": "one_step_off"}}
@@ -175,9 +193,10 @@ def test_a_job_that_was_killed_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     assert compared(folder) == compared(whole)
 
 
-MIXTURE = ("model.family=qwen3_moe", "model.num_experts=4")
+MIXTURE = ("model.family=mixtral", "model.num_experts=4")
 SIX_HEADS = ("model.num_attention_heads=6", "model.num_query_groups=3", "model.hidden_size=192")
-WINDOW = {"model_type": "mistral", "sliding_window": 8, "vocab_size": 99, "hidden_size": 128, "intermediate_size": 96}
+WINDOW = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+WINDOW |= {"vocab_size": 99, "hidden_size": 128, "intermediate_size": 96}
 WINDOW |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 BAD = {
     "exact": (("rollout.exact=true",), "rollout.exact is for engine=native"),
