@@ -35,7 +35,7 @@ def test_no_file_outside_the_model_reads_what_only_a_block_has() -> None:
     [
         ({"norms": Norms(before=True, after=True)}, r"norms \(layer 0\)"),
         ({"norms": Norms(zero_centered=True)}, r"norms \(layer 0\)"),
-        ({"windows": (None, 8)}, r"attention \(layer 1\)"),
+        ({"windows": (None, 8)}, r"attention with a window \(layer 1\)"),
     ],
 )
 def test_tensorrt_llm_refuses_what_it_would_lose(change: dict[str, object], what: str) -> None:

@@ -8,6 +8,8 @@ pins torch and transformers (tools/vllm_environment.sh):
 from __future__ import annotations
 
 import importlib.util
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,22 +65,26 @@ def make_requests() -> list[Request]:
 
 
 class Sides(NamedTuple):
-    """On this rank: training, the engine and the native one with the same weights; None where a rank has no part."""
+    """On this rank: training, the engine and the native one with the same weights; None where a rank has no part.
+
+    nbytes: of the engine's weights, without rows that pad a vocabulary.
+    """
 
     actor: TrainEngine | None
     other: RolloutEngine | None
     native: NativeEngine | None
     rollout: Layout
     refits: tuple[Refit, ...]
+    nbytes: int
 
     def refit(self) -> None:
-        source = self.actor.named_shards() if self.actor else {}
+        """Refit both engines. Each byte of the engine's weights is written once."""
+        source, moved = self.actor.named_shards() if self.actor else {}, []
         for refit, engine in zip(self.refits, (self.other, self.native), strict=True):
-            if engine is None:
-                refit.run(source, {})
-                continue
-            with engine.updating_weights():
-                refit.run(source, engine.weights())
+            with engine.updating_weights() if engine else nullcontext():
+                report = refit.run(source, engine.weights() if engine else {})
+            moved.append(report.bytes_received + report.bytes_copied)
+        assert moved[0] == self.nbytes
 
 
 @pytest.fixture(
@@ -112,14 +118,16 @@ def sides(request: pytest.FixtureRequest, world: World) -> Sides:
         }
     )
     actor = TrainEngine(shape, groups["actor"], seed=3) if "actor" in groups else None
-    other, native = None, None
+    other, native, nbytes = None, None, 0
     if "rollout" in groups:
         other = engine_of(config).make(groups["rollout"], shape, config, ranks_on_node=world.size)
         native = make_native(shape, groups["rollout"])
+        shards = engine_of(config).shards(shape, groups["rollout"].coord.tp, tp)
+        nbytes = 4 * sum(math.prod(map(np.ptp, box[:2])) for shard in shards for box in shard.boxes)
     make = lambda layout: Refit(  # noqa: E731
         Resharding(shape, training, rollout, 4, engine_shards=layout), world.comm, world.rank, torch.float32
     )
-    made = Sides(actor, other, native, rollout, (make(engine_of(config).layout), make(None)))
+    made = Sides(actor, other, native, rollout, (make(engine_of(config).layout), make(None)), nbytes)
     made.refit()
     return made
 

@@ -146,7 +146,7 @@ class Attention(HeadsBlock):
     @property
     def supports(self) -> frozenset[Feature]:
         found: tuple[Feature, ...] = ("adapters", "transformer_engine", "fp8", "planned_cp")
-        return frozenset(found if self.window is not None else (*found, "exact", "tensorrt_llm"))
+        return frozenset(found if self.window is not None else (*found, "exact"))
 
     @property
     def sees(self) -> int | None:

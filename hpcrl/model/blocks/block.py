@@ -30,7 +30,7 @@ Size: TypeAlias = tuple[int, ...]  # of a tensor
 # How tensor parallelism splits a weight: not, by rows, by columns, or each half of the rows.
 Cut = Literal["whole", "rows", "cols", "gated"]
 # exact: see hpcrl.model.exact. planned_cp: `hpcrl plan` counts its memory under context parallelism.
-Feature = Literal["exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm"]
+Feature = Literal["exact", "adapters", "transformer_engine", "fp8", "planned_cp"]
 
 
 class Projection(NamedTuple):

@@ -32,7 +32,7 @@ class FeedForward(Block):
 
     @property
     def supports(self) -> frozenset[Feature]:
-        return frozenset(("exact", "adapters", "transformer_engine", "fp8", "planned_cp", "tensorrt_llm"))
+        return frozenset(("exact", "adapters", "transformer_engine", "fp8", "planned_cp"))
 
     @property
     def inner_width(self) -> int:

@@ -45,7 +45,7 @@ class Norms:
     def supports(self) -> frozenset[Feature]:
         found: tuple[Feature, ...] = ("exact", "adapters", "fp8", "planned_cp")
         is_plain = not (self.after or self.zero_centered)
-        return frozenset((*found, "transformer_engine", "tensorrt_llm") if is_plain else found)
+        return frozenset((*found, "transformer_engine") if is_plain else found)
 
     def around(self, hidden_size: int, block: str, weights: Iterator[Weight]) -> Iterator[Weight]:
         """Yield the weights of a block, "attention" or "mlp", between those of its norms."""

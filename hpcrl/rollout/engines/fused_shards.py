@@ -4,11 +4,14 @@ in another, under the names of Hugging Face's modules. No torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from hpcrl.config.placement import divisors
 from hpcrl.model.blocks.attention import Attention
-from hpcrl.model.blocks.block import Box, Size, Weight
+from hpcrl.model.blocks.block import Block, Box, Size, Weight
+from hpcrl.model.blocks.feed_forward import FeedForward
+from hpcrl.model.blocks.mixture import MixtureOfExperts
+from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Shard, shard_of
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
@@ -28,8 +31,37 @@ MODULES = {
 EXPERTS = {"linear_fc1.weight": "w13_weight", "linear_fc2.weight": "w2_weight"}  # of a mixture, by Megatron's names
 
 
-def check_divisible(shape: ModelShape, size: int) -> None:
-    """Raise InputError if tensor parallelism does not divide the model as the layout needs it."""
+def check_layout(
+    shape: ModelShape, size: int, engine: str, windows: Collection[str] = (), mixtures: Collection[str] = ()
+) -> None:
+    """Raise InputError if the layout of a block is not known, or if tensor parallelism does not divide the model.
+
+    windows, mixtures: families whose windows of attention and whose experts the engine has under these names.
+    """
+    for number, layer in enumerate(shape.layers):
+        attention, mlp, norms = layer.attention, layer.mlp, layer.norms
+        has_window = isinstance(attention, Attention) and attention.window is not None
+        is_known = {
+            attention.title: isinstance(attention, Attention) and not (attention.qk_norm and attention.zero_centered),
+            "attention with a window": not has_window or shape.family in windows,
+            mlp.title: type(mlp) is FeedForward or (shape.family in mixtures and is_plain(mlp)),
+            norms.title: norms == Norms(),
+        }
+        if unknown := [title for title, known in is_known.items() if not known]:
+            raise InputError(
+                f"rollout.engine={engine}: its layout of {unknown[0]} (layer {number}) is not known; use engine=native"
+            )
+    _check_divisible(shape, size)
+
+
+def is_plain(mlp: Block) -> bool:
+    """Whether it is a mixture whose router is a softmax, without shared experts, biases and groups."""
+    return isinstance(mlp, MixtureOfExperts) and mlp == MixtureOfExperts(
+        mlp.hidden_size, mlp.num_experts, mlp.ffn_hidden_size, mlp.topk, mlp.norm_topk_prob
+    )
+
+
+def _check_divisible(shape: ModelShape, size: int) -> None:
     for layer in {*shape.layers}:
         heads = layer.attention.num_heads if isinstance(layer.attention, Attention) else 1
         width = layer.mlp.inner_width // max(layer.mlp.choices, 1)

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from hpcrl.config.engines import register_engine
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.model.blocks.block import unsupported
 from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, blocks_for
 from hpcrl.rollout.engines.engine import Engine
-from hpcrl.rollout.engines.fused_shards import check_divisible, fused_shards
+from hpcrl.rollout.engines.fused_shards import check_layout, fused_shards
 from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
 from hpcrl.runtime.exits import InputError
 
@@ -27,14 +26,12 @@ TOP_K = 1024  # its sampler takes larger ones for this, and only warns
 
 def check_model(shape: ModelShape, tp: int) -> None:
     """Raise InputError if the engine does not support the model, or if its layout of it is unknown."""
-    if block := unsupported(shape.layers, "tensorrt_llm"):
-        raise InputError(f"rollout.engine=tensorrt_llm: its layout of {block} is not known; use engine=native")
+    check_layout(shape, tp, "tensorrt_llm")
     if shape.softmax_size < shape.vocab_size:
         raise InputError(
             f"rollout.engine=tensorrt_llm draws from all {shape.vocab_size} ids of the model, and the tokenizer has "
             f"{shape.softmax_size}; use engine=native, or model.softmax_vocab=config, with which all ids are trained on"
         )
-    check_divisible(shape, tp)
 
 
 @register_engine("tensorrt_llm")

@@ -10,13 +10,10 @@ from hpcrl.config.engines import register_engine
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.blocks.attention import Attention
-from hpcrl.model.blocks.block import Block
-from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.mixture import MixtureOfExperts
-from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.families.config_json import read_shape
 from hpcrl.rollout.engines.engine import Engine
-from hpcrl.rollout.engines.fused_shards import check_divisible, fused_shards
+from hpcrl.rollout.engines.fused_shards import check_layout, fused_shards
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -38,27 +35,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 def check_model(shape: ModelShape, tp: int) -> None:
     """Raise InputError for a model whose layout in vLLM is not known."""
-    for number, layer in enumerate(shape.layers):
-        attention, mlp, norms = layer.attention, layer.mlp, layer.norms
-        with_window = isinstance(attention, Attention) and attention.window is not None
-        is_known = {
-            attention.title: isinstance(attention, Attention),
-            "attention with a window": not with_window or shape.family in WINDOWS,
-            mlp.title: type(mlp) is FeedForward or (shape.family in MIXTURES and is_plain(mlp)),
-            norms.title: norms == Norms(),
-        }
-        if unknown := [title for title, known in is_known.items() if not known]:
-            raise InputError(
-                f"rollout.engine=vllm: its layout of {unknown[0]} (layer {number}) is not known; use engine=native"
-            )
-    check_divisible(shape, tp)
-
-
-def is_plain(mlp: Block) -> bool:
-    """Whether it is a mixture whose router is a softmax, without shared experts, biases and groups."""
-    return isinstance(mlp, MixtureOfExperts) and mlp == MixtureOfExperts(
-        mlp.hidden_size, mlp.num_experts, mlp.ffn_hidden_size, mlp.topk, mlp.norm_topk_prob
-    )
+    check_layout(shape, tp, "vllm", WINDOWS, MIXTURES)
 
 
 def check_on_cpu(shape: ModelShape, tp: int) -> None:
