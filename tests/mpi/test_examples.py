@@ -10,6 +10,7 @@ from tests.mpi.lab import ROOT, Lab, metrics
 
 EXAMPLES = ROOT / "docs" / "examples"
 NO_KL: dict[str, Any] = {"use_kl_in_reward": False}
+ELSEWHERE = {"transformers_engine"}  # in test_engines, and in tests/run/test_engine_jobs.py
 POOLS = {"ours": "0", "theirs": "1"}
 JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # placement, sections, metric that only it has
     "grpo_by_hand": ({}, {"algorithm": {**NO_KL, "adv_estimator": "grpo"}, "actor": {"use_kl_loss": False}}, ""),
@@ -53,4 +54,4 @@ def test_an_example_resumed_equals_uninterrupted_bitwise(world, lab: Lab, name: 
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(JOBS)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*JOBS, *ELSEWHERE}
