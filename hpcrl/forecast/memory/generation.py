@@ -15,7 +15,7 @@ from hpcrl.model.blocks.micro_batch import FP32, INT64
 from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision
-from hpcrl.rollout.engines.cache_layout import planned_bytes
+from hpcrl.rollout.engines.cache_layout import PlannedCache
 from hpcrl.runtime.layout import Layout
 
 MIB, GIB = 2**20, 2**30
@@ -162,10 +162,9 @@ class EngineMemory:
         own = shards(self.shape, engine_layout(self.shape, self.layout.tp))
         return sum(math.prod(shard.local_shape) for shard in own) * self.itemsize
 
-    def kv_cache(self, capacity: int | None, taken: int) -> int:
-        """Return the bytes of a native engine's KV cache; the arguments are those of `planned_bytes`."""
-        tp = self.layout.tp
-        return planned_bytes(self.cfg, self.shape, tp, self.itemsize, self.longest, capacity, taken)
+    @property
+    def cache(self) -> PlannedCache:
+        return PlannedCache(self.cfg, self.shape, self.layout.tp, self.itemsize, self.longest)
 
     def work(self) -> tuple[int, int]:
         """Return an estimate of two sizes in bytes: the activations of a prefill, and the logits of all running

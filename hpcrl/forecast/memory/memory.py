@@ -336,7 +336,7 @@ class TrainingPlan:
             if judges:  # the engine is built after all other models
                 taken = self._idle(place)
                 taken += own + self._kv_cache(taken, own) if "rollout" in place.stages else 0
-                kv_cache += self.judge.kv_cache(self.capacity, taken)
+                kv_cache += self.judge.cache.nbytes(self.capacity, taken)
                 activations, logits = self.judge.work()
         gathered = [p.work.gathered() for p in self.phases if p.work and p.role in place.stages]
         if phase.work is not None and phase.role in place.stages:
@@ -372,9 +372,7 @@ class TrainingPlan:
     def _kv_cache(self, taken: int, weights: int) -> int:
         """Bytes of a rank's KV cache, besides `taken` bytes and the engine's `weights`; at least one sequence has to
         fit."""
-        rollout, engine, capacity = self.config.rollout, self.engine, self.capacity
-        sizes = engine.shape, engine.layout.tp, engine.itemsize, engine.longest
-        return engine_of(self.config).cache_bytes(rollout, *sizes, capacity, taken, weights)
+        return engine_of(self.config).cache_bytes(self.engine.cache, self.capacity, taken, weights)
 
     def _generation(self) -> tuple[int, int]:
         engine, data = self.engine, self.config.data

@@ -239,7 +239,7 @@ class JobTimes:
         resident = self._resident() if self.resident_beside is None else self.resident_beside
         if "shared_weights" not in config.engine.supports:
             resident += int(self.engine_bytes / self.engine.model.layout.tp)
-        return float(self.job.engine.kv_cache(capacity, resident))
+        return float(self.job.engine.cache.nbytes(capacity, resident))
 
     def _resident(self) -> int:
         """Bytes of models that stay on the rollout's ranks while they generate, of the fullest stage of each."""

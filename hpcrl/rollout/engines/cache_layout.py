@@ -98,19 +98,28 @@ def max_kv_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: i
     return CacheLayout.of(shape, tp_size, max_model_len).most_bytes(itemsize, max_num_seqs, max_model_len)
 
 
-def planned_bytes(
-    cfg: EngineConfig, shape: ModelShape, tp: int, itemsize: int, longest: int, capacity: int | None, taken: int
-) -> int:
-    """Return the bytes of a rank's KV cache, in which at least one sequence of `longest` tokens has to fit. capacity:
-    bytes of the device, of which `taken` have other uses when the engine is built; None: any."""
-    if cfg.kv_cache_gib is not None:
-        return int(cfg.kv_cache_gib * 2**30)
-    layout = CacheLayout.of(shape, tp, longest)
-    least = cfg.max_num_seqs * layout.sequence_bytes(itemsize) + blocks_for(longest) * layout.block_bytes(itemsize)
-    most = layout.most_bytes(itemsize, cfg.max_num_seqs, longest)
-    if capacity is None:
-        return most
-    return max(least, min(most, int(max(0, capacity - taken) * cfg.gpu_memory_utilization)))
+@dataclass(frozen=True)
+class PlannedCache:
+    """The KV cache of a rank as `hpcrl plan` counts it. longest: tokens of a sequence, of which at least one fits."""
+
+    cfg: EngineConfig
+    shape: ModelShape
+    tp: int
+    itemsize: int
+    longest: int
+
+    def nbytes(self, capacity: int | None, taken: int) -> int:
+        """Return its bytes. capacity: bytes of the device, of which `taken` have other uses when the engine is built;
+        None: any."""
+        cfg, itemsize, longest = self.cfg, self.itemsize, self.longest
+        if cfg.kv_cache_gib is not None:
+            return int(cfg.kv_cache_gib * 2**30)
+        layout = CacheLayout.of(self.shape, self.tp, longest)
+        least = cfg.max_num_seqs * layout.sequence_bytes(itemsize) + blocks_for(longest) * layout.block_bytes(itemsize)
+        most = layout.most_bytes(itemsize, cfg.max_num_seqs, longest)
+        if capacity is None:
+            return most
+        return max(least, min(most, int(max(0, capacity - taken) * cfg.gpu_memory_utilization)))
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from hpcrl.config.engines import EngineSpec
 from hpcrl.config.plugins import parameters
-from hpcrl.rollout.engines.cache_layout import planned_bytes
 
 if TYPE_CHECKING:
-    from hpcrl.config.schema import Config, EngineConfig
+    from hpcrl.config.schema import Config
     from hpcrl.engine.refit.pieces import EngineShards
     from hpcrl.model.params import Shard
     from hpcrl.model.shape import ModelShape
+    from hpcrl.rollout.engines.cache_layout import PlannedCache
     from hpcrl.rollout.protocol import RolloutEngine
     from hpcrl.runtime.groups import RoleGroups
 
@@ -44,23 +44,13 @@ class Engine(EngineSpec):
         """The layout of its weights, for `Resharding`; None: megatron's."""
         return self.shards if self.has_own_layout else None
 
-    def cache_bytes(
-        self,
-        cfg: EngineConfig,
-        shape: ModelShape,
-        tp: int,
-        itemsize: int,
-        longest: int,
-        capacity: int | None,
-        taken: int,
-        weights: int,
-    ) -> int:
-        """Return the bytes of a rank's KV cache, for `hpcrl plan`; at least one sequence of `longest` tokens fits.
+    def cache_bytes(self, cache: PlannedCache, capacity: int | None, taken: int, weights: int) -> int:
+        """Return the bytes of a rank's KV cache, for `hpcrl plan`; at least one sequence fits.
 
         capacity: bytes of the device, of which `taken` have other uses when the engine is built; None: any. weights:
         bytes of the engine's own weights.
         """
-        return planned_bytes(cfg, shape, tp, itemsize, longest, capacity, taken)
+        return cache.nbytes(capacity, taken)
 
     def make(self, groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
         """Make the engine of this rank. Collective over the ranks of a replica. Training should have allocated its

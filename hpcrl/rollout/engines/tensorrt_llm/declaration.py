@@ -15,9 +15,10 @@ from hpcrl.runtime.exits import InputError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcrl.config.schema import Config, EngineConfig
+    from hpcrl.config.schema import Config
     from hpcrl.model.params import Shard
     from hpcrl.model.shape import ModelShape
+    from hpcrl.rollout.engines.cache_layout import PlannedCache
     from hpcrl.rollout.protocol import RolloutEngine
     from hpcrl.runtime.groups import RoleGroups
 
@@ -82,18 +83,9 @@ class TensorRTLLM(Engine):
 
         import_on_all_ranks(comm)
 
-    def cache_bytes(
-        self,
-        cfg: EngineConfig,
-        shape: ModelShape,
-        tp: int,
-        itemsize: int,
-        longest: int,
-        capacity: int | None,
-        taken: int,
-        weights: int,
-    ) -> int:
-        least = blocks_for(longest) * BLOCK_SIZE * kv_bytes_per_token(shape, tp, itemsize)
+    def cache_bytes(self, cache: PlannedCache, capacity: int | None, taken: int, weights: int) -> int:
+        cfg, per_token = cache.cfg, kv_bytes_per_token(cache.shape, cache.tp, cache.itemsize)
+        least = blocks_for(cache.longest) * BLOCK_SIZE * per_token
         most = cfg.max_num_seqs * least
         if cfg.kv_cache_gib is not None:
             return min(int(cfg.kv_cache_gib * 2**30), most)
