@@ -73,6 +73,8 @@ class EngineCore:
 
     def __init__(self, config: Mapping[str, Any], place: Place, device: torch.device, **options: Any) -> None:
         import_vllm()
+        if device.type == "cpu" and config.get("num_experts"):
+            _leave_experts_unpacked()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -224,7 +226,6 @@ def _in_job(place: Place, device: torch.device) -> Iterator[None]:
 
             # Packed weights are copies, which refit would not reach.
             stack.enter_context(patch.object(vllm._custom_ops, "_supports_onednn", False))
-            _leave_experts_unpacked()
             # It binds the process's memory to one NUMA node, which is the launcher's task.
             stack.enter_context(patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None))
         yield
@@ -235,10 +236,11 @@ def _leave_experts_unpacked() -> None:
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     if not hasattr(cpu_moe, "packed_in_call"):
-        pack, run, isa = cpu_moe.cpu_prepack_moe_weight, cpu_moe.cpu_fused_moe, 9
+        pack, run = cpu_moe.cpu_prepack_moe_weight, cpu_moe.cpu_fused_moe
 
         def packed_in_call(output: Tensor, x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> None:
-            run(output, x, pack(w1, rest[isa - 4]), pack(w2, rest[isa - 4]), *rest)
+            instructions = rest[5]
+            run(output, x, pack(w1, instructions), pack(w2, instructions), *rest)
 
         cpu_moe.packed_in_call = cpu_moe.cpu_fused_moe = packed_in_call
         cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight
