@@ -235,15 +235,21 @@ def _leave_experts_unpacked() -> None:
     """Pack the weights of experts in each call, for as long as this process runs."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    if not hasattr(cpu_moe, "packed_in_call"):
-        pack, run = cpu_moe.cpu_prepack_moe_weight, cpu_moe.cpu_fused_moe
+    if hasattr(cpu_moe, "packed_in_call"):
+        return
+    pack, run, kinds = cpu_moe.cpu_prepack_moe_weight, cpu_moe.cpu_fused_moe, list[str]()
 
-        def packed_in_call(output: Tensor, x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> None:
-            instructions = rest[5]
-            run(output, x, pack(w1, instructions), pack(w2, instructions), *rest)
+    def unpacked(weight: Tensor, kind: str) -> Tensor:
+        kinds.append(kind)  # of instructions, the same in all layers
+        return weight
 
-        cpu_moe.packed_in_call = cpu_moe.cpu_fused_moe = packed_in_call
-        cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight
+    def packed_in_call(*arguments: Any) -> Any:  # 0.30 and newer pass the output, too
+        is_weight = [isinstance(each, Tensor) and each.dim() == 3 for each in arguments]
+        pairs = zip(arguments, is_weight, strict=True)
+        return run(*(pack(each, kinds[-1]) if packs else each for each, packs in pairs))
+
+    cpu_moe.packed_in_call = cpu_moe.cpu_fused_moe = packed_in_call
+    cpu_moe.cpu_prepack_moe_weight = unpacked
 
 
 def _group_maker(place: Place, device: torch.device) -> Callable[..., None]:
