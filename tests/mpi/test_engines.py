@@ -145,10 +145,10 @@ def draw(engine: RolloutEngine, sampling: SamplingParams, requests: list[Request
 def assert_same(found: list[Completion], expected: list[Completion]) -> None:
     """All but a few equal to the end: a token whose number lies at a boundary may differ."""
     same = [one.token_ids.tolist() == other.token_ids.tolist() for one, other in zip(found, expected, strict=True)]
-    assert sum(same) >= 0.9 * len(same)  # with a wrong weight none is
+    assert sum(same) >= 0.96 * len(same)  # log-probs differ by up to 4e-5 here
     for one, other, is_same in zip(found, expected, same, strict=True):
         if is_same:
-            np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=0, atol=3e-4)
+            np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=0, atol=1e-4)
             assert one.finish_reason == other.finish_reason
 
 
@@ -168,7 +168,7 @@ def test_log_probs_are_those_of_training(world: World, sides: Sides) -> None:
     batch = DataProto({"input_ids": Ragged.from_rows(rows, np.int32), "response_mask": Ragged.from_rows(masks)})
     found = sides.actor.log_probs(batch, max_tokens=200, temperature=sampling.temperature)
     if sides.actor.groups.is_last_stage:
-        assert np.abs(found["log_probs"].values - np.concatenate([it.log_probs for it in done])).max() < 3e-4
+        assert np.abs(found["log_probs"].values - np.concatenate([it.log_probs for it in done])).max() < 1e-4
 
 
 def test_a_response_continues_where_it_was_aborted(sides: Sides) -> None:

@@ -25,7 +25,7 @@ PLUGIN = str(REPOSITORY / "docs" / "examples" / "transformers_engine.py")
 
 WIDE = {**MODEL, "hidden_size": 128, "ffn_hidden_size": 96}  # vLLM's attention on a CPU has no heads below 32
 OTHER = ("training/rollout_", "rollout_corr/", "fully_async/")  # what differs by rounding, and shares of times
-GAP = 3e-4
+GAP = 1e-4
 TP2 = {"actor": {"tp": 2}, "ref": {"tp": 2}, "rollout": {"tp": 2}}
 APART = {"pools": {"train": "1", "generate": "2"}, "rollout": {"pool": "generate"}}
 APART |= dict.fromkeys(("actor", "ref"), {"pool": "train"})
