@@ -34,7 +34,7 @@ class EngineSpec:
     expandable_segments: ClassVar[bool] = True  # whether CUDA's allocator may use them
 
     def check(self, config: Config, tp: int) -> None:
-        """Raise ConfigError for settings that the engine, with tensor parallelism `tp`, does not work with."""
+        """Raise ConfigError or InputError for settings that do not work with the engine and tensor parallelism `tp`."""
 
     def start(self, comm: MPI.Intracomm) -> None:
         """Import what has to be imported before torch.distributed starts. Collective over MPI's world."""

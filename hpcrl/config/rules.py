@@ -10,6 +10,7 @@ from hpcrl.config.placement import PlacedRole
 from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.rewards.judge import Judging
+from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import format_spans
 
 
@@ -205,7 +206,10 @@ def check_rollout(config: Config, roles: Mapping[str, PlacedRole]) -> None:
         if "exact" not in engine.supports:
             raise ConfigError(f"rollout.exact is for engine=native, and rollout.engine={engine.name}; change one")
         _check_exact(config, roles)
-    engine.check(config, roles["rollout"].tp)
+    try:
+        engine.check(config, roles["rollout"].tp)
+    except InputError as error:
+        raise ConfigError(*error.lines) from error
     _check_router_replay(config, engine)
     if config.rollout.multi_turn.enable:
         _check_multi_turn(config)

@@ -94,10 +94,7 @@ class Vllm(Engine):
         if VOCABULARY_MULTIPLE % tp:
             raise ConfigError(f"rollout.engine=vllm with placement.rollout.tp={tp}; use 1, 2, 4 or 8")
         model = config.model
-        try:
-            check_model(read_shape(Path(model.path)) if model.path else shape_from_yaml(model, 1), tp)
-        except InputError as error:
-            raise ConfigError(str(error)) from error
+        check_model(read_shape(Path(model.path)) if model.path else shape_from_yaml(model, 1), tp)
 
     def start(self, comm: MPI.Intracomm) -> None:
         from hpcrl.runtime.mpi import run_collectively
