@@ -116,7 +116,7 @@ MOST_DIMENSIONS = 4  # maximum dimensions of the kernel
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x` (tokens, ..., heads, head_dim): element i pairs with element i + head_dim / 2, eq. 34 of the paper in
-    another order of the elements.
+    another order of the elements. Narrower angles rotate the first numbers of a head, which are as wide as two of them.
 
     `cos` and `sin` (tokens, ..., head_dim / 2) fp32: one row per token, the same for all heads; dimensions in between
     are 1. Computed in fp32, returned contiguous in the dtype of `x`; heads of `x` may be strided, as in a matrix of
@@ -126,6 +126,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if x.size(-1) % 2:
         raise ValueError(f"head_dim={x.size(-1)} is odd; rotary embeddings need an even width")
+    if (width := 2 * cos.size(-1)) < x.size(-1):
+        return torch.cat((apply_rope(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     if use_triton("rope", x, unless=_rope_reason(x, cos)):
         from hpcrl.kernels.layers_triton import Rope
 

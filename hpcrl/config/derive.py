@@ -205,7 +205,7 @@ def check_lengths(config: Config) -> int:
     """Tokens of the longest sequence."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     longest, limit = prompt + response, config.model.max_position_embeddings
-    if config.model.path is None and longest > limit:
+    if config.model.path is None and not config.model.hf_config and longest > limit:
         raise ConfigError(
             f"data.max_prompt_length + data.max_response_length = {prompt} + {response} exceeds "
             f"model.max_position_embeddings={limit}; shorten them or raise it"

@@ -50,7 +50,8 @@ def place(config: Config, used: Sequence[RoleSpec], world_size: int) -> dict[str
                     "and has as many replicas as that leaves; use 1"
                 )
         model = spec.architecture(config)
-        if model.path is None:  # a Hugging Face directory has its own sizes, checked where it is read
+        # A config.json has its own sizes, which are checked where it is read.
+        if model.path is None and not model.hf_config:
             _check_shape(model)
             _check_divides_model(name, role, model)
         ranks = pools[role.pool]

@@ -309,6 +309,11 @@ class ModelConfig(Section):
         None, description="run, checkpoint or Hugging Face directory whose weights start actor, reference, critic body"
     )
     tokenizer: PathStr | None = Field(None, description="tokenizer directory; null: model.path")
+    hf_config: dict[str, Any] = Field(
+        {},
+        description="keys of a config.json: the architecture of a model of any family, with random weights; in place of "
+        "path and of the keys from family to dense_layers",
+    )
     family: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = Field(
         "llama",
         description="model_type of its config.json: qwen2 has biases of queries, keys, values, qwen3* norms of "

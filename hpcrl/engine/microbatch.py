@@ -20,7 +20,7 @@ from torch import Tensor
 from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged, moved, padded_places
 from hpcrl.model.blocks.mixture import RoutedExperts
-from hpcrl.model.blocks.rope import rope_positions
+from hpcrl.model.blocks.rope_angles import rope_positions
 from hpcrl.model.blocks.router import NOT_RECORDED, Routing
 from hpcrl.model.gpt import PackedTokens, gathered_places, pack, tokens_of_rank
 from hpcrl.model.tower import PackedPictures, Pixels

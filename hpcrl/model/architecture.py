@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.model.families.config_json import CONFIG, hf_config, read_shape, rope_from_hf, shape_from_hf
+from hpcrl.model.families.config_json import CONFIG, hf_config, read_shape, shape_from_hf
+from hpcrl.model.families.rope_keys import rope_from_hf
 from hpcrl.model.hf_files import Safetensors
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision, tower_tensors
@@ -25,6 +26,8 @@ def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
     """
     if model.path is None:
         shape = shape_from_yaml(model, num_tokens)
+    elif model.hf_config:
+        raise InputError(f"model.path={model.path} and model.hf_config describe a model each; remove one of them")
     else:
         folder = Path(model.path)
         shape = read_shape(folder)
@@ -44,6 +47,13 @@ def shape_from_yaml(model: ModelConfig, vocab_size: int) -> ModelShape:
 
     Raises InputError for an invalid model, and for one that config.json of its family cannot describe.
     """
+    if model.hf_config:
+        shape = shape_from_hf(model.hf_config, "model.hf_config")
+        if shape.vocab_size < vocab_size:
+            raise InputError(
+                f"model.hf_config.vocab_size={shape.vocab_size} is below the tokenizer's {vocab_size}; raise it"
+            )
+        return shape
     vocab = model.vocab_size or vocab_size
     if vocab < vocab_size:
         raise InputError(f"model.vocab_size={vocab} is below the tokenizer's {vocab_size}; leave it null or raise it")

@@ -13,9 +13,8 @@ them for itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +25,8 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from hpcrl.model.blocks.layers import ScalarHead
-from hpcrl.model.blocks.rope import rope_cos_sin
+from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from hpcrl.model.tower import Division, PackedPictures, encode_divided
 
 if TYPE_CHECKING:
@@ -149,7 +149,6 @@ class PackedTokens(PackedSeqParams):
     input_ids: Tensor  # (1, S) int64
     position_ids: Tensor  # (1, S) int64
     rope_positions: Tensor  # (S,) or (3, S) int64, as in `rope_cos_sin`
-    rope: Callable[[Tensor], tuple[Tensor, Tensor]]  # cosine and sine, each (S, rope_dim / 2) fp32, of these positions
     buckets: tuple[Bucket, ...]  # padded arrays of attention
     slots: Tensor  # (T,) int64: place of token t in them
     sources: Tensor  # (places,) int64: token at that place; arbitrary for padding
@@ -158,16 +157,19 @@ class PackedTokens(PackedSeqParams):
     routing: Routing | None = None  # of a model with experts
     pictures: PackedPictures | None = None
     deepstack: Deepstack | None = None  # set by the model
+    _angles: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
         """T, without padding."""
         return self.slots.numel()
 
-    @cached_property
-    def angles(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary embedding, the largest tensors here, computed once on the device."""
-        return self.rope(self.rope_positions)
+    def angles(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of a rotary embedding, each (S, rope.dim / 2) fp32, the largest tensors here, computed
+        once on the device."""
+        if rope not in self._angles:
+            self._angles[rope] = rope_cos_sin(self.rope_positions, rope)
+        return self._angles[rope]
 
 
 def pack(
@@ -197,8 +199,8 @@ def pack(
     padded_ids[:total] = input_ids
     position_ids = torch.zeros(size, dtype=torch.int64)
     position_ids[:total] = position
-    turning, axes = position_ids, None if shape.vision is None else shape.vision.rope_axes
-    if axes is not None:
+    turning = position_ids
+    if shape.vision is not None:
         turning = position_ids.repeat(3, 1)
         if rope_positions is not None:
             turning[:, :total] = rope_positions
@@ -214,7 +216,6 @@ def pack(
     else:
         runs, tails = places_of(starts, lengths), None
         bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    rope = partial(rope_cos_sin, head_dim=shape.rope_dim, theta=shape.rope_theta, scaling=shape.rope_scaling, axes=axes)
     return PackedTokens(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -222,7 +223,6 @@ def pack(
         input_ids=padded_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
         rope_positions=turning,
-        rope=rope,
         output_rows=output_rows,
         tails=tails,
         pictures=pictures,

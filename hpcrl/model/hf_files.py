@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Fields of a shape in which a directory's model may differ: its weights mean the same
-NOT_WEIGHTS = ("max_position_embeddings", "windows", "init_std", "family", "tokenizer_size")
+NOT_WEIGHTS = ("max_position_embeddings", "windows", "init_std", "family", "tokenizer_size", "hf_keys")
 
 
 class Span(NamedTuple):

@@ -15,6 +15,7 @@ from hpcrl.model.blocks.latent import Latent, LatentAttention
 from hpcrl.model.blocks.micro_batch import MicroBatch, seen_pairs
 from hpcrl.model.blocks.mixture import MixtureOfExperts, RoutedExperts
 from hpcrl.model.blocks.norms import Norms
+from hpcrl.model.blocks.rope import Rope, RopeScaling
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
@@ -24,22 +25,6 @@ if TYPE_CHECKING:
 
 
 VOCAB_MULTIPLE = 64
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How a rotary embedding is extended beyond the sequence length of the first training; names are those of
-    config.json, formulas are in `hpcrl.model.blocks.rope`."""
-
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: float
-    original_max_position_embeddings: int = 0  # of "llama3" and "yarn"
-    low_freq_factor: float = 1.0  # of "llama3"
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0  # of "yarn"
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0  # of the embedding
-    mscale_all_dim: float = 0.0  # of DeepSeek's "yarn": sharpens the softmax, see ModelShape.softmax_scale
 
 
 @dataclass(frozen=True)
@@ -57,6 +42,8 @@ class ModelShape:
     max_position_embeddings: int = 4096
     norms: Norms = field(default=Norms(), repr=False)
     blocks: tuple[Layer, ...] = field(default=(), repr=False)  # all layers, of a family with blocks of its own
+    # config.json as it was read, of a family with blocks of its own, whose fields say less.
+    hf_keys: str = field(default="", repr=False, compare=False)
     # Of each layer, tokens that attention sees, None for all; empty: all in all layers.
     windows: tuple[int | None, ...] = field(default=(), repr=False)
     rope_theta: float = 10000.0
@@ -90,8 +77,8 @@ class ModelShape:
                 f"model.num_query_groups={self.num_query_groups} does not divide "
                 f"model.num_attention_heads={self.num_attention_heads}; use a divisor of it"
             )
-        if self.rope_dim % 2:
-            raise InputError(f"model.head_dim={self.rope_dim} is odd; rotary embeddings need an even width")
+        if self.rope.dim % 2:
+            raise InputError(f"model.head_dim={self.rope.dim} is odd; rotary embeddings need an even width")
         if self.num_experts and not self.moe_ffn_hidden_size:
             raise InputError(f"model.num_experts={self.num_experts} needs model.moe_ffn_hidden_size; set it")
         if self.num_experts and self.moe_topk > self.num_experts:
@@ -131,14 +118,15 @@ class ModelShape:
     def _attention(self, window: int | None) -> Block:
         if self.mla is not None:
             scale = self.softmax_scale
-            return Latent(self.hidden_size, self.num_attention_heads, self.head_dim, self.mla, scale)
+            return Latent(self.hidden_size, self.rope, self.num_attention_heads, self.head_dim, self.mla, scale)
         return Attention(
             self.hidden_size,
+            self.rope,
             self.num_attention_heads,
             self.num_query_groups,
             self.head_dim,
             qkv_bias=self.qkv_bias,
-            qk_norm=self.qk_norm,
+            qk_norm="head" if self.qk_norm else "",
             window=window,
             zero_centered=self.norms.zero_centered,
         )
@@ -179,9 +167,10 @@ class ModelShape:
                 )
 
     @property
-    def rope_dim(self) -> int:
-        """Width of the rotated part of queries and keys, the last part."""
-        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+    def rope(self) -> Rope:
+        """The rotary embedding of all layers of a family without blocks of its own."""
+        dim = self.mla.qk_rope_head_dim if self.mla else self.head_dim
+        return Rope(dim, self.rope_theta, self.rope_scaling, None if self.vision is None else self.vision.rope_axes)
 
     @property
     def softmax_scale(self) -> float:

@@ -17,8 +17,8 @@ from torch import Tensor
 from hpcrl.kernels import sampling as kernels
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.philox import MULTIPLIERS, ROUNDS, WEYL
+from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.rollout.tensor_parallel import TensorParallel
 
 _MULTIPLIERS = np.array(MULTIPLIERS, np.uint64)
 _WEYL = np.array(WEYL, np.uint64)

@@ -273,7 +273,7 @@ def policy_shape(config: Config, *, is_run: bool) -> ModelShape:
     """The policy's shape, for jobs without prompts. The tokenizer is read if it defines the number of weights, or if
     the model is run and it says which ids have a probability."""
     model = config.model
-    counts = model.path is None and model.vocab_size is None
+    counts = model.path is None and model.vocab_size is None and not model.hf_config
     named = model.tokenizer or (model.path if model.path is not None and has_tokenizer(model.path) else None)
     if named is not None and (counts or (is_run and model.softmax_vocab == "tokenizer")):
         return shape_with(load_tokenizer(named), model)

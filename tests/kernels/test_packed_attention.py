@@ -73,7 +73,7 @@ def test_training_with_a_library_is_training_without(monkeypatch: pytest.MonkeyP
     weight = torch.randn(size, 24)
 
     def run() -> tuple[Tensor, ...]:
-        output = PackedAttention(softmax_scale=0.3)(*tensors, None, packed_seq_params=packed)
+        output = PackedAttention(softmax_scale=0.3, rope=shape.rope)(*tensors, None, packed_seq_params=packed)
         return output, *torch.autograd.grad((output * weight).sum(), tensors)
 
     def library(

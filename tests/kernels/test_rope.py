@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.layers import apply_rope
-from hpcrl.model.blocks.rope import rope_cos_sin
-from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.native.decoder import FastRope, PlainRope
+from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.rope_angles import rope_cos_sin
+from hpcrl.rollout.engines.native.decoder import FastRotation, PlainRotation
 from tests.kernels.close import DTYPES, assert_near
 
 # no tokens, one, more than a program has; numbers of heads and widths that are no powers of 2
@@ -17,7 +17,7 @@ THETA = 500.0
 
 def angles(tokens: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """At positions that are packed: they start again."""
-    return rope_cos_sin(torch.arange(tokens, device=device) % 7 * 5, head_dim, THETA)
+    return rope_cos_sin(torch.arange(tokens, device=device) % 7 * 5, Rope(head_dim, THETA))
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def test_heads_that_lie_apart(device: torch.device) -> None:
 
 
 def test_turning_back_gives_what_was_there_and_products_know_the_distance_alone(device: torch.device) -> None:
-    cos, sin = rope_cos_sin(torch.arange(40, device=device), 32, THETA)
+    cos, sin = rope_cos_sin(torch.arange(40, device=device), Rope(32, THETA))
     x = torch.randn(40, 3, 32, device=device)
     assert_near(apply_rope(apply_rope(x, cos, sin), cos, -sin), x, x.dtype)
     query, key = (apply_rope(torch.randn(32, device=device).expand(40, 1, 32), cos, sin).squeeze(1) for _ in range(2))
@@ -68,22 +68,18 @@ def test_turning_back_gives_what_was_there_and_products_know_the_distance_alone(
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-4)
 
 
-def test_the_native_engine_turns_as_the_training_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = ModelShape(
-        num_layers=1,
-        hidden_size=32,
-        ffn_hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        head_dim=8,
-        vocab_size=10,
-    )
+@pytest.mark.parametrize("width", [8, 4])
+def test_the_native_engine_turns_as_the_training_model(
+    width: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     positions, heads = torch.randint(1000, (11,), device=device), torch.randn(11, 2, 4, 8, device=device)[:, :, :3]
-    turns = [kind(positions, shape)(heads) for kind in (FastRope, PlainRope)]
+    rope = Rope(width, 1e4)
+    turns = [kind(positions)(heads, rope) for kind in (FastRotation, PlainRotation)]
     assert torch.equal(*turns)
     monkeypatch.setenv("HPCRL_KERNELS", "torch")
-    for kind in (FastRope, PlainRope):
-        assert_near(kind(positions, shape)(heads), turns[0], heads.dtype)
+    for kind in (FastRotation, PlainRotation):
+        assert_near(kind(positions)(heads, rope), turns[0], heads.dtype)
+    assert torch.equal(turns[0][..., width:], heads[..., width:])
 
 
 def test_the_largest_numbers_and_infinities(device: torch.device) -> None:

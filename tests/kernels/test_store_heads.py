@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, store_heads
-from hpcrl.model.blocks.rope import rope_cos_sin
+from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from tests.kernels.close import DTYPES, assert_near, poisoned
 
 TOKENS, BLOCKS, SIZE, EPS = 5, 7, 16, 1e-5
@@ -29,7 +30,7 @@ def made(shape: Shape, dtype: torch.dtype, device: torch.device, *, bias: bool, 
     mixed = torch.randn(TOKENS, columns + 16, device=device).to(dtype)[:, :columns]
     norms = [1 + 0.1 * torch.randn(shape.head_dim, device=device).to(dtype) for _ in range(2)] if norm else [None] * 2
     weights = HeadWeights(torch.randn(columns, device=device).to(dtype) if bias else None, *norms, EPS)
-    angles = rope_cos_sin(torch.tensor([0, 3, 50, 1000, 7], device=device), shape.head_dim, 500.0)
+    angles = rope_cos_sin(torch.tensor([0, 3, 50, 1000, 7], device=device), Rope(shape.head_dim, 500.0))
     keys = poisoned((BLOCKS, shape.groups, shape.head_dim, SIZE), dtype, device)
     values = poisoned((BLOCKS, shape.groups, SIZE, shape.head_dim), dtype, device)
     blocks, offsets = (torch.tensor(part, device=device) for part in ((6, 0, 2, 2, 5), (15, 0, 3, 4, 9)))

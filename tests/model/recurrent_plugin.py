@@ -19,6 +19,7 @@ from hpcrl.model.blocks.attention import Attention
 from hpcrl.model.blocks.block import Block, CachedState, Layer, Weight
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.norms import Norms
+from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.families.config_json import register_family
 from hpcrl.model.families.family import HF, LLAMA, MEGATRON, NO_BIAS, Family
 from hpcrl.model.shape import ModelShape
@@ -48,7 +49,7 @@ class Recurrence(Block):
     def use(self, spec, groups, *, exact):
         spec.submodules.self_attention = ModuleSpec(RecurrentModule, params={"block": self})
 
-    def step(self, weight, linear, eps):
+    def step(self, weight, linear, eps, tp):
         return RecurrentStep(weight, linear)
 
 
@@ -116,7 +117,8 @@ class RecurrentStep:
 def fields(config: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     mlp, norms = FeedForward(hidden, config["intermediate_size"]), Norms()
-    attention = Attention(hidden, heads, config["num_key_value_heads"], config["head_dim"])
+    rope = Rope(config["head_dim"], config.get("rope_theta", 10000.0))
+    attention = Attention(hidden, rope, heads, config["num_key_value_heads"], config["head_dim"])
     recurrence = Recurrence(hidden, config["channels"])
     layers = range(config["num_hidden_layers"])
     return {"blocks": tuple(Layer(attention if layer % 2 else recurrence, mlp, norms) for layer in layers)}

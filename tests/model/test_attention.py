@@ -9,7 +9,8 @@ import torch
 from hpcrl.batch.ragged import moved
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.model.blocks.attention_modules import PackedAttention
-from hpcrl.model.blocks.rope import rope_cos_sin
+from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from hpcrl.model.gpt import pack
 from hpcrl.model.shape import ModelShape
 
@@ -53,7 +54,7 @@ def test_packed_attention_is_attention_of_each_sequence():
     tensors = [torch.randn(size, heads, SHAPE.head_dim, requires_grad=True) for heads in (4, 2, 2)]
     weight = torch.randn(size, 32)
 
-    found = PackedAttention()(*tensors, None, packed_seq_params=packed)
+    found = PackedAttention(rope=SHAPE.rope)(*tensors, None, packed_seq_params=packed)
     found_grads = torch.autograd.grad((found * weight).sum(), tensors)
     pieces = [attention(*one) for one in zip(*(x[:total].split(lengths.tolist()) for x in tensors), strict=True)]
     expected = torch.cat(pieces)
@@ -79,19 +80,19 @@ def test_the_rotary_embedding_of_packed_tokens_is_computed_on_the_device():
     ids, lengths = torch.tensor([7, 8, 9, 5, 6], dtype=torch.int32), torch.tensor([3, 2])
     packed = pack(ids, lengths, SHAPE, size=8)
     for device in (torch.device("cpu"), torch.device("meta")):
-        cos, sin = moved(packed, device).angles
+        cos, sin = moved(packed, device).angles(SHAPE.rope)
         assert cos.device == sin.device == device
-        assert cos.shape == sin.shape == (8, SHAPE.rope_dim // 2)
+        assert cos.shape == sin.shape == (8, SHAPE.rope.dim // 2)
     assert torch.equal(
-        packed.angles[1][[1, 4]],
-        rope_cos_sin(torch.tensor([1, 1]), SHAPE.rope_dim, SHAPE.rope_theta)[1],
+        packed.angles(SHAPE.rope)[1][[1, 4]],
+        rope_cos_sin(torch.tensor([1, 1]), SHAPE.rope)[1],
     )
 
 
 def test_rope_turns_pairs_and_its_gradient_turns_back():
     torch.manual_seed(0)
     x = torch.randn(6, 3, 8, requires_grad=True)
-    cos, sin = rope_cos_sin(torch.arange(6), 8, 500.0)
+    cos, sin = rope_cos_sin(torch.arange(6), Rope(8, 500.0))
     torch.testing.assert_close(apply_rope(x, cos, sin), rotated(x, 500.0), rtol=0, atol=1e-5)
     assert torch.autograd.gradcheck(
         lambda y: apply_rope(y, cos.double(), sin.double()), torch.randn(6, 3, 8).double().requires_grad_()

@@ -11,7 +11,8 @@ from torch import Tensor
 from hpcrl.kernels.layers import rms_norm
 from hpcrl.model import exact
 from hpcrl.model.blocks.attention_modules import ExactPackedAttention, PackedAttention
-from hpcrl.model.blocks.rope import rope_cos_sin
+from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from hpcrl.model.exact import KEYS, check_exact, exact_attention, exact_linear, exact_log_softmax
 from hpcrl.model.gpt import pack
 from hpcrl.model.shape import ModelShape
@@ -81,7 +82,7 @@ def test_so_are_norm_softmax_and_rotation(width: int) -> None:
         (lambda x: rms_norm(x, torch.full((width,), 1.1), 1e-5), x),
         (lambda x: exact_log_softmax(x, width - 3, 0.7), x),
         (gated, x),
-        (lambda at: torch.cat(rope_cos_sin(at, width, 10000.0), -1), positions),
+        (lambda at: torch.cat(rope_cos_sin(at, Rope(width, 10000.0)), -1), positions),
     ):
         expected = function(whole)
         for rows in range(1, 100):
@@ -121,7 +122,7 @@ def test_exact_attention_is_attention_and_so_are_its_gradients() -> None:
     tensors = [torch.randn(size, heads, SHAPE.head_dim, requires_grad=True) for heads in (6, 2, 2)]
     weight = torch.randn(size, 36)
     results = []
-    for attention in (PackedAttention(), ExactPackedAttention()):
+    for attention in (PackedAttention(rope=SHAPE.rope), ExactPackedAttention(rope=SHAPE.rope)):
         output = attention(*tensors, None, packed_seq_params=packed)
         results.append((output, *torch.autograd.grad((output * weight).sum(), tensors)))
     for plain, of_exact in zip(*results, strict=True):

@@ -124,11 +124,10 @@ def test_config_json_there_and_back(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "gpt2"}, "model_type=gpt2; expected one of llama"),
+        ({"model_type": "gpt2"}, "model_type=gpt2; expected one of .*llama"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope; expected"),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": None}}, "rope_type=llama3"),
-        ({"rope_parameters": {**YARN, "truncate": False}}, "truncate"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"model_type": "mixtral"}, "no 'num_local_experts'"),

@@ -15,6 +15,7 @@ from hpcrl.model.blocks.block import Layer
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.mixture import MixtureOfExperts
 from hpcrl.model.blocks.norms import Norms
+from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.params import (
     Shard,
     check_adapters,
@@ -112,7 +113,7 @@ def test_experts_are_tiled_by_the_expert_grid(
 
 def test_layouts_of_experts_that_only_blocks_have() -> None:
     """Those of a family with blocks of its own, whose shape has no number of experts."""
-    attention, mixture = Attention(8, 8, 4, 2), MixtureOfExperts(8, 4, 6, 2)
+    attention, mixture = Attention(8, Rope(2, 1e4), 8, 4, 2), MixtureOfExperts(8, 4, 6, 2)
     layers = (Layer(attention, FeedForward(8, 12), Norms()), *[Layer(attention, mixture, Norms())] * 2)
     own, flat = make_shape(blocks=layers), make_shape(num_experts=4, moe_ffn_hidden_size=6, dense_layers=(0,))
     for grid in ({"tp": 2, "ep": 2}, {"tp": 2, "etp": 2}, {"pp": 2, "ep": 2}):

@@ -16,8 +16,9 @@ from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config, MoeConfig, OptimConfig
 from hpcrl.engine.checkpoint.sharded_save import SavedPart, ShardedSave, describe
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.model.blocks.rope import RopeScaling
 from hpcrl.model.build import copy_boxes, local_shards, named_parameters
-from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
+from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.runtime.groups import RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.workers.model_worker import ModelWorker

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout.sampling import Sampled, sample, sample_sharded
-from hpcrl.rollout.tensor_parallel import TensorParallel
 from tests.covering import slow_but
 
 LAYOUTS = [pytest.param("tp2", marks=pytest.mark.world(2)), pytest.param("tp4", marks=pytest.mark.world(4))]

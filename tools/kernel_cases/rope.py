@@ -7,7 +7,8 @@ import torch
 from kernel_cases.case import Case
 
 from hpcrl.kernels.layers import apply_rope
-from hpcrl.model.blocks.rope import rope_cos_sin
+from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.rope_angles import rope_cos_sin
 
 TOKENS, GROUPS, QUERIES, HEAD_DIM, THETA = 32768, 8, 4, 128, 1e6
 
@@ -22,7 +23,7 @@ def peers(x: torch.Tensor, positions: torch.Tensor) -> dict[str, Callable[[], ob
     """Libraries that turn heads (tokens, heads, head_dim) without gaps; some in place, some by angles in bf16, which is
     less to read."""
     found: dict[str, Callable[[], object]] = {}
-    cos, sin = (part.to(x.dtype) for part in rope_cos_sin(positions, HEAD_DIM, THETA))
+    cos, sin = (part.to(x.dtype) for part in rope_cos_sin(positions, Rope(HEAD_DIM, THETA)))
     if importlib.util.find_spec("flash_attn"):
         from flash_attn.layers.rotary import apply_rotary_emb
 
@@ -47,7 +48,7 @@ def cases() -> Iterator[Case]:
     """Queries and keys of a layer: where they lie in a matrix of queries, keys and values, as the native engine turns
     them, and by themselves, as training does."""
     positions = torch.arange(TOKENS, device="cuda") % 4096
-    cos, sin = rope_cos_sin(positions, HEAD_DIM, THETA)
+    cos, sin = rope_cos_sin(positions, Rope(HEAD_DIM, THETA))
     mixed = torch.randn(TOKENS, GROUPS, QUERIES + 2, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     heads, compiled = mixed[:, :, :-1], torch.compile(eager)
     moved = 2 * heads.numel() * heads.itemsize + cos.nbytes + sin.nbytes

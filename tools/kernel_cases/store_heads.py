@@ -6,7 +6,8 @@ import torch
 from kernel_cases.case import Case
 
 from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, reference, store_heads
-from hpcrl.model.blocks.rope import rope_cos_sin
+from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.rope_angles import rope_cos_sin
 
 ROWS, GROUPS, QUERIES, HEAD_DIM, BLOCKS, SIZE = 256, 8, 4, 128, 4096, 32
 
@@ -16,7 +17,7 @@ def cases() -> Iterator[Case]:
     columns = GROUPS * (QUERIES + 2) * HEAD_DIM
     mixed = torch.randn(ROWS, columns, device="cuda", dtype=torch.bfloat16)
     bias, norms = mixed[0].clone(), mixed[:2, :HEAD_DIM].clone()
-    cos, sin = rope_cos_sin(torch.arange(ROWS, device="cuda"), HEAD_DIM, 1e6)
+    cos, sin = rope_cos_sin(torch.arange(ROWS, device="cuda"), Rope(HEAD_DIM, 1e6))
     keys, values = mixed.new_zeros(2, BLOCKS, GROUPS, HEAD_DIM * SIZE)
     blocks = torch.randperm(BLOCKS, device="cuda")[:ROWS]
     slots = CacheSlots(

@@ -35,7 +35,7 @@ WORK_MATRICES, WORK_SQUARES = 3, 2
 def job_shape(config: Config) -> ModelShape:
     """The policy's shape, from its Hugging Face directory if the config names one."""
     model, num_tokens = config.model, 0
-    if model.path is None and model.vocab_size is None:
+    if model.path is None and model.vocab_size is None and not model.hf_config:
         if model.tokenizer is None:
             raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
         # takes seconds, and most large templates name vocab_size

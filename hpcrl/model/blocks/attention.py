@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from hpcrl.model.blocks.block import Block, CachedHeads, Feature, Projection, Weight
 from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, MicroBatch
 from hpcrl.model.blocks.norms import norm_module, norm_weight
+from hpcrl.model.blocks.rope import Rope
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from torch import Tensor
 
     from hpcrl.model.blocks.attention_modules import AttentionStep, Linear
+    from hpcrl.model.tensor_parallel import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -25,7 +27,8 @@ HEAD_NORM = Launches(10, 56, 8, 1)
 
 class Heads(NamedTuple):
     """The heads of a model, and their widths. `rope_dim` is the width of the rotated part of queries and keys.
-    `has_norm` says whether each query and key head has an RMSNorm."""
+    `has_norm` says whether queries and keys have an RMSNorm, and `has_gate` whether the output has a gate, which the
+    projection of the queries computes."""
 
     queries: int
     groups: int
@@ -33,11 +36,14 @@ class Heads(NamedTuple):
     value_dim: int
     rope_dim: int
     has_norm: bool = False
+    has_gate: bool = False
 
 
 @dataclass(frozen=True)
 class HeadsBlock(Block):
     """Causal attention over packed sequences, as `hpcrl.model.blocks.attention_modules.PackedAttention` computes it."""
+
+    rope: Rope | None  # of queries and keys; None: none
 
     recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = "core_attn"
 
@@ -48,7 +54,7 @@ class HeadsBlock(Block):
     def projected(self, tp: int) -> int:
         """Return the numbers of a token that a rank's projections compute before attention."""
         query, key = self._widths(tp)
-        return query + 2 * key
+        return (1 + self.heads.has_gate) * query + 2 * key
 
     def _widths(self, tp: int) -> tuple[int, int]:
         """Return the numbers of a token in the queries and in the keys of a rank."""
@@ -56,7 +62,7 @@ class HeadsBlock(Block):
         return heads.queries // tp * heads.key_dim, heads.groups // tp * heads.key_dim
 
     def inputs(self) -> dict[str, int]:
-        return {"rotary angles": self.heads.rope_dim * FP32}
+        return {f"angles of {self.rope}": self.rope.dim * FP32} if self.rope is not None else {}
 
     def held(self, batch: MicroBatch) -> Held:
         """Return what is held; of a recomputed block queries, keys and values, and the output."""
@@ -77,6 +83,8 @@ class HeadsBlock(Block):
             copies = batch.norm_copies * (query + key) * FP32
             inside = (query + 2 * key) * itemsize if batch.norm_keeps_input else copies
             total += batch.tokens * (inside + (queries + heads.groups // tp) * FP32)
+        if heads.has_gate:  # the gate, its sigmoid, and the gated output
+            total += batch.tokens * 3 * queries * heads.value_dim * itemsize
         return total
 
     def _peak(self, batch: MicroBatch) -> int:
@@ -104,7 +112,7 @@ class HeadsBlock(Block):
         gathered = batch.tokens * layout.cp * (heads.groups / layout.tp * width)
         keys = Collective("all_gather", gathered * batch.itemsize, ("cp",))
         return found._replace(
-            elementwise=2 * (rotated / layout.tp),
+            elementwise=2 * (rotated / layout.tp) + 3 * heads.has_gate * heads.queries * heads.value_dim / layout.tp,
             pair_width=of_pair,
             sees=self.sees,
             decode_width=of_pair,
@@ -129,24 +137,43 @@ def tails(batch: MicroBatch) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Attention(HeadsBlock):
-    """Causal attention with rotary embedding (Ainslie et al. 2023, arXiv:2305.13245). qk_norm: RMSNorm of each query
-    and key head. window: a token attends to itself and the tokens before it, so many in all (Beltagy et al. 2020,
-    arXiv:2004.05150, section 3.1); None: to all."""
+    """Causal attention with rotary embedding (Ainslie et al. 2023, arXiv:2305.13245).
+
+    qk_norm: RMSNorm of queries and keys, of each head or of all heads together. window: a token attends to itself and
+    the tokens before it, so many in all (Beltagy et al. 2020, arXiv:2004.05150, section 3.1); None: to all. has_gate:
+    the output is multiplied by the sigmoid of a gate, whose rows follow those of each query head (Qiu et al. 2025,
+    arXiv:2505.06708). softmax_scale: factor of the products of queries and keys; None: 1 / sqrt(head_dim).
+    """
 
     num_heads: int
     num_groups: int
     head_dim: int
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "all"] = ""
     window: int | None = None
     zero_centered: bool = False  # the norms of queries and keys, see `hpcrl.model.blocks.norms.Norms`
+    has_gate: bool = False
+    softmax_scale: float | None = None
 
     title: ClassVar[str] = "attention"
 
     @property
+    def is_common(self) -> bool:
+        """Whether it is that of Llama, Qwen2 and Qwen3, or differs in its window and the form of its norms; kernels and
+        other engines have it."""
+        plain = Attention(self.hidden_size, self.rope, self.num_heads, self.num_groups, self.head_dim)
+        same = ("qkv_bias", "qk_norm", "window", "zero_centered")
+        is_plain = replace(plain, **{name: getattr(self, name) for name in same}) == self
+        return is_plain and self.qk_norm != "all" and self.rope is not None and self.rope.dim == self.head_dim
+
+    @property
     def supports(self) -> frozenset[Feature]:
-        found: tuple[Feature, ...] = ("adapters", "transformer_engine", "fp8", "planned_cp")
-        return frozenset(found if self.window is not None else (*found, "exact"))
+        found: set[Feature] = {"adapters", "planned_cp"}
+        if self.is_common or self.qk_norm == "head":
+            found |= {"transformer_engine", "fp8"}
+        if self.window is None and not self.has_gate and self.qk_norm != "all" and self.softmax_scale is None:
+            found.add("exact")
+        return frozenset(found)
 
     @property
     def sees(self) -> int | None:
@@ -155,17 +182,18 @@ class Attention(HeadsBlock):
     @property
     def num_rows(self) -> int:
         """Rows of the weight of queries, keys and values."""
-        return (self.num_heads + 2 * self.num_groups) * self.head_dim
+        return ((1 + self.has_gate) * self.num_heads + 2 * self.num_groups) * self.head_dim
 
     @property
     def heads(self) -> Heads:
-        width = self.head_dim
-        return Heads(self.num_heads, self.num_groups, width, width, width, self.qk_norm)
+        width, rope = self.head_dim, self.rope
+        rotated = rope.dim if rope is not None else 0
+        return Heads(self.num_heads, self.num_groups, width, width, rotated, bool(self.qk_norm), self.has_gate)
 
     def weights(self) -> Iterator[Weight]:
         width, per_group = self.head_dim, self.num_heads // self.num_groups
         projections = (
-            Projection("q_proj", per_group * width),
+            Projection("q_proj", (1 + self.has_gate) * per_group * width),
             Projection("k_proj", width),
             Projection("v_proj", width),
         )
@@ -173,9 +201,12 @@ class Attention(HeadsBlock):
         yield Weight(f"{qkv}.weight", (rows, self.hidden_size), "rows", projections, self.num_groups)
         if self.qkv_bias:
             yield Weight(f"{qkv}.bias", (rows,), "rows", projections, self.num_groups)
-        if self.qk_norm:
-            for head in "qk":
-                yield norm_weight(f"self_attention.{head}_layernorm", width, self.zero_centered)
+        for head, number in (("q", self.num_heads), ("k", self.num_groups)) if self.qk_norm else ():
+            name = f"self_attention.{head}_layernorm"
+            if self.qk_norm == "all":
+                yield replace(norm_weight(name, number * width, self.zero_centered), cut="rows")
+            else:
+                yield norm_weight(name, width, self.zero_centered)
         yield output_projection(self.hidden_size, self.num_heads * width)
 
     def divided(self) -> dict[str, int]:
@@ -187,26 +218,35 @@ class Attention(HeadsBlock):
             "num_query_groups": self.num_groups,
             "kv_channels": self.head_dim,
             "add_qkv_bias": self.qkv_bias,
-            "qk_layernorm": self.qk_norm,
+            "qk_layernorm": bool(self.qk_norm),
+            "attention_output_gate": self.has_gate,
+            **({"softmax_scale": self.softmax_scale} if self.softmax_scale is not None else {}),
         }
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
-        from hpcrl.model.blocks.attention_modules import ExactPackedAttention, PackedAttention
+        from hpcrl.model.blocks.attention_modules import ExactPackedAttention, GatedAttention, PackedAttention
+        from hpcrl.model.blocks.layers import SplitRMSNorm
 
         attention = spec.submodules.self_attention.submodules
         core = ExactPackedAttention if exact else PackedAttention
-        attention.core_attention = core if self.window is None else partial(core, window=self.window)
-        if self.qk_norm:
+        attention.core_attention = partial(core, rope=self.rope, window=self.window)
+        if self.has_gate:
+            spec.submodules.self_attention.module = GatedAttention
+        if self.qk_norm == "all":
+            norm = partial(SplitRMSNorm, zero_centered=self.zero_centered, group=groups.pgc.tp)
+            attention.q_layernorm = partial(norm, width=self.num_heads * self.head_dim)
+            attention.k_layernorm = partial(norm, width=self.num_groups * self.head_dim)
+        elif self.qk_norm:
             attention.q_layernorm = attention.k_layernorm = norm_module(self.zero_centered)
 
     def cached(self, tp_size: int) -> CachedHeads:
         groups, width = self.num_groups // tp_size, self.head_dim
         return CachedHeads(groups, self.num_heads // self.num_groups, width, width, window=self.window)
 
-    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> AttentionStep:
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> AttentionStep:
         from hpcrl.model.blocks.attention_modules import AttentionStep
 
-        return AttentionStep(self, weight, linear, eps)
+        return AttentionStep(self, weight, linear, eps, tp)
 
 
 def output_projection(hidden_size: int, attended: int) -> Weight:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.packed_attention import by_library, causal_attention, is_fused, window_mask
 from hpcrl.kernels.store_heads import HeadWeights
-from hpcrl.model.blocks.layers import norm_factor
+from hpcrl.model.blocks.layers import norm_factor, split_rms_norm
+from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.exact import exact_attention
 from hpcrl.model.gpt import PackedTokens, Tail
 
 if TYPE_CHECKING:
     from hpcrl.model.blocks.attention import Attention
+    from hpcrl.model.tensor_parallel import TensorParallel
 
 Linear = Callable[[Tensor, Tensor], Tensor]
 
@@ -36,6 +40,7 @@ class PackedAttention(torch.nn.Module):
         self,
         pg_collection: ProcessGroupCollection | None = None,
         softmax_scale: float | None = None,
+        rope: Rope | None = None,
         window: int | None = None,
         **_: object,
     ) -> None:
@@ -43,7 +48,7 @@ class PackedAttention(torch.nn.Module):
         `softmax_scale`: None is 1 / sqrt(d). `window`: a token attends to as many tokens, its own the last."""
         super().__init__()
         self.cp_group = pg_collection.cp if pg_collection is not None else None
-        self.softmax_scale, self.window = softmax_scale, window
+        self.softmax_scale, self.rope, self.window = softmax_scale, rope, window
 
     def forward(
         self,
@@ -82,7 +87,7 @@ class PackedAttention(torch.nn.Module):
 
     def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
         """Apply the rotary embedding: (S, heads, d) -> the same shape."""
-        return apply_rope(heads, *packed.angles)
+        return heads if self.rope is None else apply_rope(heads, *packed.angles(self.rope))
 
     def _attend_from_tails(self, query: Tensor, gathered: Tensor, tails: tuple[Tail, ...]) -> Iterator[Tensor]:
         """Yield (queries, heads, d) of each tail, from `query` (queries of all tails, heads, d) and `gathered` (S of
@@ -151,25 +156,43 @@ class CachedAttention:
         raise NotImplementedError
 
 
-class Rope(Protocol):
-    """Rotary embedding of heads (n, KV heads, heads, head_dim)."""
+class Rotation(Protocol):
+    """Rotary embeddings at the positions of the new tokens, of heads (n, KV heads, heads, head_dim)."""
 
-    def __call__(self, heads: Tensor) -> Tensor: ...
+    def __call__(self, heads: Tensor, rope: Rope) -> Tensor: ...
 
-    @property
-    def angles(self) -> tuple[Tensor, Tensor]: ...
+    def angles(self, rope: Rope) -> tuple[Tensor, Tensor]: ...
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's attention with a gate; there the gates of a query group follow all of its queries."""
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
+        """Return queries, keys, values and gates, (S, 1, heads, head_dim) each."""
+        width, mixed = self.hidden_size_per_attention_head, self.linear_qkv(hidden_states)[0]
+        of_group = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
+        queries, key, value = of_group.split([of_group.size(-1) - 2 * width, width, width], -1)
+        query, gate = (part.flatten(2, 3) for part in queries.unflatten(-1, (-1, 2, width)).unbind(-2))
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.reshape(x.shape).sigmoid()
 
 
 class AttentionStep:
     """Grouped-query attention in rollout."""
 
-    def __init__(self, block: Attention, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> None:
-        self._block, self._linear = block, linear
+    def __init__(
+        self, block: Attention, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel
+    ) -> None:
+        self._block, self._linear, self._tp = block, linear, tp
         self._qkv, self._proj = (weight(f"self_attention.linear_{name}.weight") for name in ("qkv", "proj"))
         bias = weight("self_attention.linear_qkv.bias") if block.qkv_bias else None
         query, key = (weight(f"self_attention.{head}_layernorm.weight") if block.qk_norm else None for head in "qk")
         self._stored = HeadWeights(bias, query, key, eps)
         self._num_groups = len(self._qkv) * block.num_groups // block.num_rows
+        # Engines divide products of queries and keys by sqrt(head_dim).
+        self._scale = None if block.softmax_scale is None else block.softmax_scale * math.sqrt(block.head_dim)
 
     @property
     def _weights(self) -> HeadWeights:
@@ -178,36 +201,58 @@ class AttentionStep:
             return self._stored
         return self._stored._replace(query_norm=norm_factor(query, True), key_norm=norm_factor(key, True))
 
-    def __call__(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rope) -> Tensor:
+    def __call__(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rotation) -> Tensor:
         """Map x (n, hidden) to this rank's part of the output (n, hidden)."""
-        if attention.takes_product:
-            attended = attention.of_product(layer, self._linear(x, self._qkv), self._weights, *rotate.angles)
-        else:
-            attended = attention(layer, *self._heads(x, rotate))
-        return self._linear(attended.flatten(1), self._proj)
+        rope = self._block.rope
+        if attention.takes_product and self._block.is_common and rope is not None:
+            mixed, angles = self._linear(x, self._qkv), rotate.angles(rope)
+            return self._linear(attention.of_product(layer, mixed, self._weights, *angles).flatten(1), self._proj)
+        queries, keys, values, gate = self._heads(x, rotate)
+        attended = attention(layer, queries, keys, values).flatten(1)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        return self._linear(attended, self._proj)
 
-    def store(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rope) -> None:
+    def store(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rotation) -> None:
         """Write to the cache only."""
-        _, keys, values = self._heads(x, rotate)
+        _, keys, values, _ = self._heads(x, rotate)
         attention.new.store(layer, keys, values)
 
-    def _heads(self, x: Tensor, rotate: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values."""
-        mixed = self._linear(x, self._qkv)
+    def _heads(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys, values, and the gate (n, heads * head_dim) of the output, if there is one."""
+        mixed, width = self._linear(x, self._qkv), self._block.head_dim
         if self._stored.bias is not None:
             mixed = mixed + self._stored.bias
-        # (n, KV heads, queries of a head + key + value, head_dim)
-        heads = mixed.view(len(mixed), self._num_groups, -1, self._block.head_dim)
-        rotated = rotate(self._normed(heads[:, :, :-1]))
-        return rotated[:, :, :-1], rotated[:, :, -1], heads[:, :, -1]
+        # (n, KV heads, queries of a head + key + value, head_dim); a gate follows each query
+        heads, gate = mixed.view(len(mixed), self._num_groups, -1, width), None
+        values = heads[:, :, -1]
+        if self._block.has_gate:
+            queries, gates = heads[:, :, :-2].unflatten(2, (-1, 2)).unbind(3)
+            heads, gate = torch.cat((queries, heads[:, :, -2:]), dim=2), gates.flatten(1)
+        turned = self._normed(heads[:, :, :-1])
+        if self._block.rope is not None:
+            turned = rotate(turned, self._block.rope)
+        queries = turned[:, :, :-1] if self._scale is None else turned[:, :, :-1] * self._scale
+        return queries, turned[:, :, -1], values, gate
 
     def _normed(self, heads: Tensor) -> Tensor:
-        """Normalise each head of queries and key (n, KV heads, heads, head_dim) in models with QK norm."""
+        """Normalise queries and key (n, KV heads, heads, head_dim) in models with QK norm."""
         _, query_norm, key_norm, eps = self._weights
         if query_norm is None or key_norm is None:
             return heads
-        queries, key = rms_norm(heads[:, :, :-1], query_norm, eps), rms_norm(heads[:, :, -1:], key_norm, eps)
-        return torch.cat((queries, key), dim=2)
+        queries, key = heads[:, :, :-1], heads[:, :, -1:]
+        if self._block.qk_norm == "head":
+            queries, key = rms_norm(queries, query_norm, eps), rms_norm(key, key_norm, eps)
+            return torch.cat((queries, key), dim=2)
+        block, tp = self._block, self._tp
+        parts = (queries, query_norm, block.num_heads), (key, key_norm, block.num_groups)
+        return torch.cat(
+            [
+                split_rms_norm(part.flatten(1), weight, eps, count * block.head_dim, tp.sum).view(part.shape)
+                for part, weight, count in parts
+            ],
+            dim=2,
+        )
 
 
 def _lower_right(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.norms import Norms
     from hpcrl.model.shape import Lora
+    from hpcrl.model.tensor_parallel import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
     from hpcrl.runtime.layout import Layout
 
@@ -209,9 +210,10 @@ class Block:
         """Return what a rank caches in rollout; None: nothing."""
         return None
 
-    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> Any:
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> Any:
         """Return what the block computes in rollout, from a rank's weights by their names within the layer: an object
-        such as `AttentionStep`, or `FeedForwardStep` for a block of the MLP. eps: of norms."""
+        such as `AttentionStep`, or `FeedForwardStep` for a block of the MLP. eps: of norms. tp: the engine's ranks, which
+        sum the parts of the output."""
         raise NotImplementedError
 
     def inputs(self) -> dict[str, int]:

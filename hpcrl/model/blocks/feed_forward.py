@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.layers import FeedForwardStep
+    from hpcrl.model.tensor_parallel import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -52,7 +53,7 @@ class FeedForward(Block):
 
         use_swiglu(spec)
 
-    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> FeedForwardStep:
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> FeedForwardStep:
         from hpcrl.model.blocks.layers import FeedForwardStep
 
         return FeedForwardStep(weight("mlp.linear_fc1.weight"), weight("mlp.linear_fc2.weight"), linear)

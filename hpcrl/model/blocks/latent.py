@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.latent_modules import LatentStep
+    from hpcrl.model.tensor_parallel import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -106,7 +107,7 @@ class Latent(HeadsBlock):
         width = rank + self.widths.qk_rope_head_dim
         return CachedHeads(1, self.num_heads // tp_size, width, rank, value_in_key=True)
 
-    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> LatentStep:
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> LatentStep:
         from hpcrl.model.blocks.latent_modules import LatentStep
 
         return LatentStep(self, weight, linear)

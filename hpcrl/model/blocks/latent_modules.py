@@ -16,9 +16,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from hpcrl.kernels.layers import apply_rope, rms_norm
-from hpcrl.model.blocks.attention_modules import CachedAttention, Linear, PackedAttention, Rope
+from hpcrl.model.blocks.attention_modules import CachedAttention, Linear, PackedAttention, Rotation
 from hpcrl.model.blocks.layers import LATENT_NORM_EPS, RMSNorm
-from hpcrl.model.blocks.rope import deinterleave
+from hpcrl.model.blocks.rope_angles import deinterleave
 from hpcrl.model.gpt import PackedTokens
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class LatentSelfAttention(Attention):
         **_: object,
     ) -> None:
         super().__init__(config, submodules, layer_number, AttnMaskType.causal, "self", pg_collection=pg_collection)
-        self._mla, self._key_width = block.widths, block.head_dim
+        assert block.rope is not None
+        self._mla, self._key_width, self._rope = block.widths, block.head_dim, block.rope
         mla, hidden, heads = block.widths, block.hidden_size, block.num_heads
         if mla.q_lora_rank is None:
             self.linear_q_proj = self._by_head(hidden, heads * block.head_dim)
@@ -106,8 +107,9 @@ class LatentSelfAttention(Attention):
         keys, values = heads.unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim)).split(
             [mla.qk_nope_head_dim, mla.v_head_dim], -1
         )
-        rotary_queries = apply_rope(deinterleave(rotary_queries), *packed.angles)
-        rotary_key = apply_rope(deinterleave(rotary_key.unsqueeze(1)), *packed.angles)
+        angles = packed.angles(self._rope)
+        rotary_queries = apply_rope(deinterleave(rotary_queries), *angles)
+        rotary_key = apply_rope(deinterleave(rotary_key.unsqueeze(1)), *angles)
         rotary_keys = rotary_key.expand(-1, keys.size(1), -1)
         return torch.cat([queries, rotary_queries], -1), torch.cat([keys, rotary_keys], -1), values
 
@@ -125,20 +127,13 @@ class ToLatent(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight)
 
 
-class RotatedAttention(PackedAttention):
-    """Core attention whose queries and keys have their rotary embedding already."""
-
-    def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
-        return heads
-
-
 def latent_attention(block: Latent) -> ModuleSpec:
     """Return the spec of `self_attention` in megatron's local layer."""
     return ModuleSpec(
         module=LatentSelfAttention,
         params={"block": block},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=None, core_attention=RotatedAttention, linear_proj=RowParallelLinear
+            linear_qkv=None, core_attention=PackedAttention, linear_proj=RowParallelLinear
         ),
     )
 
@@ -165,18 +160,18 @@ class LatentStep:
         else:
             self._q_down, self._q_up = (of("linear_q_down_proj"), of("q_layernorm")), of("linear_q_up_proj")
 
-    def __call__(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rope) -> Tensor:
+    def __call__(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rotation) -> Tensor:
         """Map x (n, hidden) to this rank's part of the output (n, hidden)."""
         attended = attention(layer, *self._heads(x, rotate))
         to_value = self._by_head[:, self._widths.qk_nope_head_dim :]
         return self._linear(torch.einsum("nghl,hvl->nhv", attended, to_value).flatten(1), self._proj)
 
-    def store(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rope) -> None:
+    def store(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rotation) -> None:
         """Write to the cache only."""
         _, keys, values = self._heads(x, rotate)
         attention.new.store(layer, keys, values)
 
-    def _heads(self, x: Tensor, rotate: Rope) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (n, 1, heads of this rank, width), keys (n, 1, width) and values (n, 1, kv_lora_rank), with
         width = kv_lora_rank + qk_rope_head_dim, for an attention that divides by the square root of this width."""
         widths, linear = self._widths, self._linear
@@ -188,7 +183,8 @@ class LatentStep:
         )
         latent, rotary_key = linear(x, self._kv_down).split([widths.kv_lora_rank, widths.qk_rope_head_dim], -1)
         latent = rms_norm(latent, self._kv_norm, LATENT_NORM_EPS)
-        rotated = rotate(deinterleave(torch.cat((rotary_queries, rotary_key[:, None, None]), dim=2)))
+        assert self._block.rope is not None
+        rotated = rotate(deinterleave(torch.cat((rotary_queries, rotary_key[:, None, None]), dim=2)), self._block.rope)
         to_key = self._by_head[:, : widths.qk_nope_head_dim]
         queries = torch.cat((torch.einsum("nghd,hdl->nghl", queries, to_key), rotated[:, :, :-1]), -1)
         keys = torch.cat((latent[:, None], rotated[:, :, -1]), -1)

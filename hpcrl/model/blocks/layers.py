@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from hpcrl.kernels.layers import add_rms_norm, rms_norm, swiglu
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer
+    from torch.distributed import ProcessGroup
 
 
 LATENT_NORM_EPS = 1e-6  # of latents, in all models, independent of the other norms' eps
@@ -46,6 +51,52 @@ class RMSNorm(torch.nn.Module):
 
 class ZeroCenteredRMSNorm(RMSNorm):
     zero_centered = True
+
+
+class SplitRMSNorm(torch.nn.Module):
+    """RMSNorm of all heads together, `width` numbers of a token, which the ranks of `group` divide."""
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        width: int,
+        group: ProcessGroup,
+        zero_centered: bool,
+        eps: float,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        self._width, self._group, self._eps, self._zero_centered = width, group, eps, zero_centered
+        self.weight = torch.nn.Parameter(torch.empty(width // group.size(), dtype=config.params_dtype))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """(..., heads of this rank, head_dim) -> the same shape."""
+
+        def total(squares: Tensor) -> Tensor:
+            # Each rank's output depends on all squares, so their gradient is a sum over ranks, too.
+            summed = reduce_from_tensor_model_parallel_region(squares, group=self._group)
+            return copy_to_tensor_model_parallel_region(summed, group=self._group)
+
+        weight = norm_factor(self.weight, self._zero_centered)
+        return split_rms_norm(heads.flatten(-2), weight, self._eps, self._width, total).view(heads.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Same as in megatron's linear layers."""
+        assert metadata is not None
+        groups = {"tp_group": self._group, "dp_cp_group": metadata["dp_cp_group"]}
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
+
+
+def split_rms_norm(x: Tensor, weight: Tensor, eps: float, width: int, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return RMSNorm over `width` numbers, of which `x` (..., width of this rank) has a part. total: the sum over the
+    ranks."""
+    x32 = x.float()
+    squares = total(x32.square().sum(-1, keepdim=True))
+    return (weight * (x32 * torch.rsqrt(squares / width + eps)).to(x.dtype)).to(x.dtype)
 
 
 def norm_factor(weight: Tensor, zero_centered: bool) -> Tensor:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.router import MixtureStep
+    from hpcrl.model.tensor_parallel import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -120,7 +121,7 @@ class MixtureOfExperts(Block):
         use_router(spec, self, groups)
         use_swiglu(spec)
 
-    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> MixtureStep:
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> MixtureStep:
         from hpcrl.model.blocks.router import MixtureStep
 
         return MixtureStep(self, weight, linear)

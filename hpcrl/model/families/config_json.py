@@ -7,14 +7,16 @@ not fit.
 
 from __future__ import annotations
 
-import math
+import json
+import pkgutil
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpcrl.model.families import deepseek, llama, qwen
 from hpcrl.model.families.family import COMMON, Family
-from hpcrl.model.shape import ModelShape, RopeScaling
+from hpcrl.model.families.rope_keys import rope_from_hf, rope_section, rope_to_hf
+from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import MOST_LAYERS, VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import read_json
@@ -22,8 +24,8 @@ from hpcrl.sandbox.foreign_files import read_json
 CONFIG = "config.json"
 MOST_BYTES = 1 << 22  # of it
 
-FAMILIES: dict[str, Family] = {**llama.FAMILIES, **qwen.FAMILIES, **deepseek.FAMILIES}
-DEFAULTS: dict[str, Mapping[str, Any]] = {**llama.DEFAULTS, **qwen.DEFAULTS, **deepseek.DEFAULTS}
+FAMILIES: dict[str, Family] = {}
+DEFAULTS: dict[str, Mapping[str, Any]] = {}
 
 
 def register_family(model_type: str, family: Family, defaults: Mapping[str, Any] | None = None) -> None:
@@ -32,6 +34,19 @@ def register_family(model_type: str, family: Family, defaults: Mapping[str, Any]
     if model_type in FAMILIES:
         raise ValueError(f"model_type={model_type} is registered already; choose another name")
     FAMILIES[model_type], DEFAULTS[model_type] = family, {**COMMON, **(defaults or {})}
+
+
+def _register_all() -> None:
+    """Add the families of each file in this folder that has some."""
+    package = __name__.rpartition(".")[0]
+    for found in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if f"{package}.{found.name}" != __name__:
+            module = import_module(f"{package}.{found.name}")
+            FAMILIES.update(getattr(module, "FAMILIES", {}))
+            DEFAULTS.update(getattr(module, "DEFAULTS", {}))
+
+
+_register_all()
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -49,86 +64,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InputError(f"{path} is not an object; use a directory written by save_pretrained()")
     return config
-
-
-Rope = tuple[float, RopeScaling | None]
-
-
-def rope_section(config: Mapping[str, Any]) -> Any:
-    """The keys of the rotary embedding: those of transformers 4 have priority, as in transformers 5."""
-    return config.get("rope_scaling") or config.get("rope_parameters") or {}
-
-
-def rope_from_hf(config: Mapping[str, Any]) -> Rope:
-    """Return base and scaling. Raises InputError for an unsupported kind. config: with defaults."""
-    rope = rope_section(config)
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise InputError(f"rope_parameters={rope!r}; expected one rotary embedding for all layers")
-    rope = {key: value for key, value in rope.items() if value is not None}
-    theta = rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise InputError(f"partial_rotary_factor={partial}; only 1.0 is supported, so take another model")
-    if kind in ("default", "mrope"):  # positions of pictures are in `hpcrl.model.blocks.rope`
-        return theta, None
-    if kind not in ("linear", "llama3", "yarn"):
-        raise InputError(f"rope_type={kind}; expected default, linear, llama3 or yarn; use another model")
-    longest: Any = config["max_position_embeddings"]
-    given: Any = rope.get("original_max_position_embeddings")
-    original = given or longest
-    try:
-        factor = longest / original if kind == "yarn" and given and "factor" not in rope else rope["factor"]
-        options: dict[str, Any] = {}
-        if kind == "llama3":
-            options = {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
-        if kind == "yarn":
-            names = ("beta_fast", "beta_slow", "mscale_all_dim")
-            options = {name: float(rope[name]) for name in names if rope.get(name)}
-            options["attention_factor"] = _attention_factor(rope, factor)
-            if not rope.get("truncate", True):
-                raise InputError("rope_type=yarn with truncate=false is not supported; use another model")
-        if kind != "linear":
-            options["original_max_position_embeddings"] = int(original)
-        numbers = {"rope_theta": theta, "factor": factor, **options}
-        for name, value in numbers.items():
-            if not 0 < float(value) < 2**31:
-                raise InputError(f"rope_type={kind} has {name}={value}; expected a positive number")
-        return theta, RopeScaling(kind, float(factor), **options)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InputError(f"rope_type={kind} lacks a number: {error}; add it") from error
-
-
-def rope_to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Return the keys of config.json for both versions."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if scaling is not None:
-        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling is not None and scaling.kind != "linear":
-        rope["original_max_position_embeddings"] = scaling.original_max_position_embeddings
-        of_kind = {
-            "llama3": ("low_freq_factor", "high_freq_factor"),
-            "yarn": ("beta_fast", "beta_slow", "attention_factor"),
-        }
-        rope |= {name: getattr(scaling, name) for name in of_kind[scaling.kind]}
-        if scaling.mscale_all_dim:
-            rope["mscale_all_dim"] = scaling.mscale_all_dim
-    old = {"rope_scaling": rope} if scaling is not None else {}
-    return {"rope_theta": theta, "rope_parameters": {**rope, "rope_theta": theta}, **old}
-
-
-def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """Peng et al. 2023, eq. 22: 0.1 ln(factor) + 1, unless the file has another; DeepSeek's files have two weights for
-    it."""
-
-    def grown(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
-    return grown(1.0)
 
 
 _SLIDING = "sliding_attention"  # one of layer_types
@@ -202,7 +137,6 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
             f"quantization_config={quantised}; quantised weights are not supported, so convert them to bfloat16 first"
         )
     _check_numbers(config)
-    theta, scaling = rope_from_hf(config)
     heads = config["num_attention_heads"]
     head_dim = config["head_dim"] or config["hidden_size"] // heads
     fields = {
@@ -214,16 +148,18 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
         "head_dim": head_dim,
         "vocab_size": config["vocab_size"],
         "max_position_embeddings": config["max_position_embeddings"],
-        "windows": windows_of(config, name),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
         "rms_norm_eps": config["rms_norm_eps"],
         "init_std": config["initializer_range"],
         "tie_word_embeddings": config["tie_word_embeddings"],
         "family": name,
         "vision": None if family.tower is None else vision_from_hf(whole, rope_section(config), head_dim),
     }
-    return ModelShape(**{**fields, **family.fields(config)})
+    fields |= family.fields(config)
+    if "blocks" in fields:
+        return ModelShape(**fields, hf_keys=json.dumps(whole, sort_keys=True))
+    theta, scaling = rope_from_hf(config)
+    flat = {"windows": windows_of(config, name), "rope_theta": theta, "rope_scaling": scaling}
+    return ModelShape(**{**flat, **fields})
 
 
 _SIZES = (
@@ -267,7 +203,10 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 
 def hf_config(shape: ModelShape) -> dict[str, Any]:
-    """Return config.json of `shape`, for both transformers 4 (rope_theta) and 5 (rope_parameters)."""
+    """Return config.json of `shape`, for both transformers 4 (rope_theta) and 5 (rope_parameters); that of a family with
+    blocks of its own as it was read."""
+    if shape.hf_keys:
+        return dict(json.loads(shape.hf_keys))
     family = FAMILIES[shape.family]
     named = {"model_type": shape.family, "architectures": [family.architecture]}
     text = {

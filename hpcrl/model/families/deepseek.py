@@ -139,7 +139,7 @@ def _keys(shape: ModelShape) -> dict[str, Any]:
     assert shape.mla is not None
     return {
         **asdict(shape.mla),
-        "head_dim": shape.rope_dim,  # transformers takes the rotary embedding's width from it
+        "head_dim": shape.rope.dim,  # transformers takes the rotary embedding's width from it
         "n_routed_experts": shape.num_experts,
         "n_shared_experts": shape.moe_shared_ffn_hidden_size // shape.moe_ffn_hidden_size,
         "moe_intermediate_size": shape.moe_ffn_hidden_size,

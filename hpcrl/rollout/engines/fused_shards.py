@@ -42,7 +42,9 @@ def check_layout(
         attention, mlp, norms = layer.attention, layer.mlp, layer.norms
         has_window = isinstance(attention, Attention) and attention.window is not None
         is_known = {
-            attention.title: isinstance(attention, Attention) and not (attention.qk_norm and attention.zero_centered),
+            attention.title: isinstance(attention, Attention)
+            and attention.is_common
+            and not (attention.qk_norm and attention.zero_centered),
             "attention with a window": not has_window or shape.family in windows,
             mlp.title: type(mlp) is FeedForward or (shape.family in mixtures and is_plain(mlp)),
             norms.title: norms == Norms(),

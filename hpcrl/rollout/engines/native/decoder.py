@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,49 +18,59 @@ from hpcrl.kernels.layers import apply_rope
 from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.block import Layer
 from hpcrl.model.blocks.layers import NormStep
-from hpcrl.model.blocks.rope import rope_cos_sin
+from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from hpcrl.model.exact import exact_linear
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, engine_layout, shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.model.tower import build_tower
-from hpcrl.rollout.tensor_parallel import TensorParallel
 
 
-class PlainRope:
+class PlainRotation:
     """Rotary embedding of heads (n, KV heads, heads, head_dim) at `positions` int64 (n,), or (3, n) of tokens with
     pictures, bitwise equal to the training model's."""
 
-    def __init__(self, positions: Tensor, shape: ModelShape) -> None:
-        axes = shape.vision.rope_axes if shape.vision is not None and positions.dim() == 2 else None
-        options = shape.rope_theta, shape.rope_scaling, axes
-        self._cos, self._sin = rope_cos_sin(positions[..., None], shape.rope_dim, *options)
+    def __init__(self, positions: Tensor) -> None:
+        self._positions = positions
+        self._angles: dict[Rope, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, heads: Tensor) -> Tensor:
-        return apply_rope(heads, self._cos, self._sin)
+    def __call__(self, heads: Tensor, rope: Rope) -> Tensor:
+        cos, sin = self.angles(rope)
+        return apply_rope(heads, cos[:, None], sin[:, None])
 
-    @property
-    def angles(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, fp32 (n, head_dim / 2)."""
-        return self._cos.squeeze(1), self._sin.squeeze(1)
+    def angles(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine, fp32 (n, rope.dim / 2)."""
+        if rope not in self._angles:
+            used = rope if self._positions.dim() == 2 else replace(rope, axes=None)
+            self._angles[rope] = rope_cos_sin(self._positions, used)
+        return self._angles[rope]
 
 
-class FastRope(PlainRope):
+class FastRotation(PlainRotation):
     """The same up to rounding, for machines without its kernel: a product and a sum of products, with the halves of
     each head swapped."""
 
-    def __call__(self, heads: Tensor) -> Tensor:
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__(positions)
+        self._doubled: dict[Rope, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, heads: Tensor, rope: Rope) -> Tensor:
         if use_triton("rope", heads):
-            return super().__call__(heads)
-        cos, sin = self._doubled
+            return super().__call__(heads, rope)
+        if rope.dim < heads.size(-1):
+            return torch.cat((self(heads[..., : rope.dim], rope), heads[..., rope.dim :]), dim=-1)
+        cos, sin = self._for_both_halves(rope)
         heads32 = heads.float()
         rotated32 = torch.addcmul(heads32 * cos, heads32.roll(heads.size(-1) // 2, -1), sin)
         return rotated32.to(heads.dtype)
 
-    @cached_property
-    def _doubled(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for both halves of a head, (n, 1, 1, head_dim)."""
-        cos, sin = self._cos.unsqueeze(-2), self._sin.unsqueeze(-2)
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    def _for_both_halves(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine, (n, 1, 1, rope.dim)."""
+        if rope not in self._doubled:
+            cos, sin = (part[:, None, None] for part in self.angles(rope))
+            self._doubled[rope] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return self._doubled[rope]
 
 
 class _Layer(NamedTuple):
@@ -101,7 +112,7 @@ class Decoder:
         self._shape = shape
         self.tp = tp
         self._linear: Callable[[Tensor, Tensor], Tensor] = exact_linear if tp.exact else linear
-        self._rotation = PlainRope if tp.exact else FastRope
+        self._rotation = PlainRotation if tp.exact else FastRotation
         layout = engine_layout(shape, tp.size)
         self.weights = _zeros(shards(shape, layout, tp.rank), dtype, device)
         self.vision, self.tower = shape.vision, None
@@ -139,7 +150,7 @@ class Decoder:
             return self.weights[f"decoder.layers.{number}.{name}"]
 
         eps = self._shape.rms_norm_eps
-        attention, mlp = (block.step(weight, self._linear, eps) for block in layer.blocks)
+        attention, mlp = (block.step(weight, self._linear, eps, self.tp) for block in layer.blocks)
         return _Layer(attention, mlp, **layer.norms.step(weight, eps))
 
     @cached_property
@@ -176,7 +187,7 @@ class Decoder:
     ) -> Tensor:
         """Write keys and values of `token_ids` into the cache, and their experts into `chosen`. Return the head's input
         (n, hidden); with `cache_only` it stops as soon as the cache is written."""
-        rotate = self._rotation(attention.new.rope_positions, self._shape)
+        rotate = self._rotation(attention.new.rope_positions)
         hidden = self._embed(token_ids)
         if features is not None:
             hidden[features.rows] = features.values[0]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, CacheLayout, blocks_for
 from hpcrl.rollout.engines.native.attention import PagedAttention
@@ -23,7 +24,6 @@ from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.paged_decode import PagedCall, PagedDecode
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, completed
-from hpcrl.rollout.tensor_parallel import TensorParallel
 
 CPU = torch.device("cpu")
 

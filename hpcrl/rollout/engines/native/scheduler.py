@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hpcrl.model.blocks.rope import rope_positions
+from hpcrl.model.blocks.rope_angles import rope_positions
 from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.kv_cache import Moves
 from hpcrl.rollout.protocol import Completion, FinishReason, PromptPicture, SamplingParams
