@@ -118,7 +118,8 @@ def in_words(schema: dict[str, Any]) -> str:
     if kind == "array":
         words = f"list of {in_words(schema['items'])}"
     elif kind == "object":
-        words = f"mapping from text to {in_words(schema['additionalProperties'])}"
+        values = schema["additionalProperties"]
+        words = f"mapping from text to {'any value' if values is True else in_words(values)}"
     else:
         words = NAMES.get(kind, kind)
     # 1.0 and 1 are one bound to typing's cache, so that the order of imports decides which of them is here.

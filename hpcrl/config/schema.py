@@ -311,8 +311,8 @@ class ModelConfig(Section):
     tokenizer: PathStr | None = Field(None, description="tokenizer directory; null: model.path")
     hf_config: dict[str, Any] = Field(
         {},
-        description="keys of a config.json: the architecture of a model of any family, with random weights; in place of "
-        "path and of the keys from family to dense_layers",
+        description="keys of a config.json: the architecture of a model of any family, with random weights; replaces "
+        "the keys from family to dense_layers",
     )
     family: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = Field(
         "llama",

@@ -203,8 +203,8 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 
 def hf_config(shape: ModelShape) -> dict[str, Any]:
-    """Return config.json of `shape`, for both transformers 4 (rope_theta) and 5 (rope_parameters); that of a family with
-    blocks of its own as it was read."""
+    """Return config.json of `shape`, for both transformers 4 (rope_theta) and 5 (rope_parameters); that of a family
+    with blocks of its own as it was read."""
     if shape.hf_keys:
         return dict(json.loads(shape.hf_keys))
     family = FAMILIES[shape.family]
