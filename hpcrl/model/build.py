@@ -7,6 +7,7 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from hpcrl.model.adapters import add_adapters
-    from hpcrl.model.blocks.layers import ScalarHead, use_exact_linear
+    from hpcrl.model.blocks.layers import ScalarHead, embedding_factor, use_exact_linear
     from hpcrl.model.blocks.norms import norm_module
     from hpcrl.model.exact import check_exact
     from hpcrl.model.gpt import PackedGPT
@@ -134,6 +135,8 @@ def _chunk(
         pg_collection=groups.pgc,
         vp_stage=number if layout.vpp > 1 else None,
     )
+    if shape.embedding_scale != 1.0 and model.pre_process:
+        model.embedding.register_forward_hook(partial(_scaled, shape.embedding_scale))
     model.vision = None
     if shape.vision is not None and model.pre_process:
         tower = build_tower(shape, config.params_dtype)
@@ -156,6 +159,10 @@ def _chunk(
     return model
 
 
+def _scaled(scale: float, module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * embedding_factor(scale, output)
+
+
 def local_shards(shape: ModelShape, groups: RoleGroups, head: Head, lora: Lora | None = None) -> list[Shard]:
     """Return this rank's part of each parameter."""
     return params.shards(shape, groups.layout, groups.rank, head=head, lora=lora)
@@ -173,12 +180,16 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's description of the model: no dropout, no biases except of queries, keys and values."""
     layout = groups.layout
+    settings: dict[str, Any] = {
+        # The layer spec's kernel if it is available; else megatron's operations, whose memory `plan` counts.
+        "use_te_activation_func": _has_kernel("swiglu", dtype),
+        **_settings(shape),
+    }
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
-        gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
@@ -196,8 +207,6 @@ def transformer_config(
         gradient_accumulation_fusion=fp32_gradients,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
-        # The layer spec's kernel if it is available; else megatron's operations, whose memory `plan` counts.
-        use_te_activation_func=_has_kernel("swiglu", dtype),
         calculate_per_token_loss=True,
         # A batch cannot distinguish sends to the next stage from sends to the previous one if they are the same rank.
         batch_p2p_comm=torch.distributed.get_backend(groups.pp) != "gloo" and (layout.pp, layout.vpp > 1) != (2, True),
@@ -206,7 +215,7 @@ def transformer_config(
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         moe_layer_freq=[int(layer.num_experts > 0) for layer in shape.layers],
-        **_settings(shape),
+        **settings,
         **(_recomputed(recompute) if recompute is not None else {}),
         **({"fp8": te.fp8, "fp8_recipe": te.fp8_recipe} if te is not None and te.fp8 is not None else {}),
     )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+OTHERS = "model-others-"  # prefix of files of tensors that are not the model's
 # Fields of a shape in which a directory's model may differ: its weights mean the same
 NOT_WEIGHTS = ("max_position_embeddings", "windows", "init_std", "family", "tokenizer_size", "hf_keys")
 
@@ -57,10 +58,14 @@ def spans(shape: ModelShape, shard: Shard) -> list[Span]:
         rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else shard.global_shape[0]
         return [Span(0, hf_names[0], 0, rows)]
     periods, rows_of = shard.projection_rows(shard.global_shape[0])
+    firsts, filled = list[int](), dict[str, int]()  # where each projection begins; a tensor may have several
+    for hf_name, rows in zip(hf_names, rows_of.values(), strict=True):
+        firsts.append(filled.get(hf_name, 0))
+        filled[hf_name] = firsts[-1] + periods * rows
     found, row = [], 0
     for period in range(periods):
-        for hf_name, rows in zip(hf_names, rows_of.values(), strict=True):
-            found.append(Span(row, hf_name, period * rows, rows))
+        for hf_name, first, rows in zip(hf_names, firsts, rows_of.values(), strict=True):
+            found.append(Span(row, hf_name, first + period * rows, rows))
             row += rows
     return found
 
@@ -109,6 +114,16 @@ def slices(shape: ModelShape, shard: Shard) -> Iterator[tuple[str, Box]]:
             yield span.hf_name, part._replace(global_rows=(top + shift, bottom + shift))
 
 
+def others_of(shape: ModelShape, names: Iterable[str]) -> list[str]:
+    """Return the tensors of files that are not the model's, but known: those of the family, and layers that predict
+    further tokens, which follow the model's own."""
+    pattern, own = FAMILIES[shape.family].others, {stack_of(shard.local_name)[0] for shard in hf_shards(shape)}
+    rest = [name for name in names if name not in own]
+    # Only further layers have this projection.
+    further = tuple(name.removesuffix("eh_proj.weight") for name in rest if name.endswith(".eh_proj.weight"))
+    return [name for name in rest if name.startswith(further) or (pattern is not None and re.search(pattern, name))]
+
+
 def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
     """Yield a line for each tensor that is missing, of another shape, or unknown."""
     expected, also = {}, {}
@@ -124,11 +139,9 @@ def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[
         elif found[name] not in (size, also.get(name)):
             yield f"{name} has shape {found[name]}; config.json says {size}"
     # extra tensors of older libraries: a tied head, and the frequencies of the rotary embedding
-    known = {"lm_head.weight"} if shape.tie_word_embeddings else set()
-    # layers that predict further tokens follow the model's own, and only they have this projection
-    further = tuple(name.removesuffix("eh_proj.weight") for name in found if name.endswith(".eh_proj.weight"))
+    known = {*others_of(shape, found), *(["lm_head.weight"] if shape.tie_word_embeddings else [])}
     for name in found.keys() - expected.keys() - known:
-        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(further):
+        if not name.endswith("rotary_emb.inv_freq"):
             yield f"{name} is in the files but not in the model"
 
 
@@ -188,6 +201,21 @@ class Safetensors:
                         values = source[rows, cols] if len(size) == 2 else source[rows].reshape(height, -1)[:, cols]
                 height, width = values.shape
                 out[box.local_row : box.local_row + height, box.local_col : box.local_col + width].copy_(values)
+
+    def others(self, shape: ModelShape) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors of `others_of` by name, at most `MAX_BYTES` at a time, unless one is larger."""
+        part: dict[str, Tensor] = {}
+        size = 0
+        for name in others_of(shape, self._file_of):
+            with self._named(name):
+                tensor = self._file(self._file_of[name]).get_tensor(name)
+            if part and size + tensor.nbytes > MAX_BYTES:
+                yield part
+                part, size = {}, 0
+            part[name] = tensor
+            size += tensor.nbytes
+        if part:
+            yield part
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
@@ -286,16 +314,24 @@ def write_beside(
     tokenizer: TokenizerFiles | None,
 ) -> None:
     """Write index, config.json, generation_config.json and the tokenizer's files. like: a directory of the same model,
-    whose config.json and generation_config.json are kept except for dtype and token ids. Raises OSError."""
-    if len(files) > 1:
-        total = sum(math.prod(shard.local_shape) * itemsize for file in files for shard in file.shards)
-        weight_map = {stack_of(shard.local_name)[0]: file.name for file in files for shard in file.shards}
+    whose config.json and generation_config.json are kept except for dtype and token ids, and from which tensors are
+    copied that the model does not have. Raises OSError."""
+    weight_map = {stack_of(shard.local_name)[0]: file.name for file in files for shard in file.shards}
+    total = sum(math.prod(shard.local_shape) * itemsize for file in files for shard in file.shards)
+    copied = {} if like is None else _copy_others(folder, shape, like)
+    if copied and len(files) == 1:  # readers prefer the single file to an index
+        first = f"{OTHERS}00000.safetensors"
+        (folder / SINGLE).rename(folder / first)
+        weight_map = dict.fromkeys(weight_map, first)
+    if copied or len(files) > 1:
+        weight_map |= {name: file for name, (file, _) in copied.items()}
+        total += sum(nbytes for _, nbytes in copied.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     config: dict[str, Any] = hf_config(shape)
     if like is not None:
         config = read_json(like / CONFIG, like)
-        if config.get("num_nextn_predict_layers"):
-            config["num_nextn_predict_layers"] = 0  # their weights are neither read nor trained
+        if config.get("num_nextn_predict_layers") and not copied:
+            config["num_nextn_predict_layers"] = 0  # their weights are not in the files
     for key in ("dtype", "torch_dtype"):  # the newer and the older name
         config[key] = dtype
     generation: dict[str, Any] = {}
@@ -312,6 +348,20 @@ def write_beside(
             (folder / CHAT_TEMPLATE).write_text(tokenizer.chat_template, encoding="utf-8")
     _write_json(folder / CONFIG, config)
     _write_json(folder / GENERATION, generation)
+
+
+def _copy_others(folder: Path, shape: ModelShape, like: Path) -> dict[str, tuple[str, int]]:
+    """Copy the tensors that are not the model's from `like`. Return each one's file and bytes."""
+    if not any((like / name).is_file() for name in (INDEX, SINGLE)):
+        return {}
+    from safetensors.torch import save_file
+
+    found = dict[str, tuple[str, int]]()
+    for number, part in enumerate(Safetensors(like).others(shape), 1):
+        file = f"{OTHERS}{number:05d}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        found |= {name: (file, tensor.nbytes) for name, tensor in part.items()}
+    return found
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

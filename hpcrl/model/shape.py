@@ -50,6 +50,7 @@ class ModelShape:
     rms_norm_eps: float = 1e-5
     init_std: float = 0.02
     tie_word_embeddings: bool = False
+    embedding_scale: float = field(default=1.0, repr=False)  # factor of the embeddings, not of the tied output weights
     rope_scaling: RopeScaling | None = None
     family: str = "llama"  # the model_type of its Hugging Face directories
     qkv_bias: bool = False

@@ -70,6 +70,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "smollm3": ("smollm3", {"pad_token_id": 1, "no_rope_layers": [1, 1, 0, 1, 0]}),
+    "smollm3-window": (
+        "smollm3",
+        {"pad_token_id": 1, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "ministral": (
+        "ministral",
+        {"sliding_window": 6, "layer_types": [*["full_attention", "sliding_attention"] * 2] + ["full_attention"]},
+    ),
+    "seed-oss": ("seed_oss", {}),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 7, "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500.0}}},
+    ),
+    "apertus": ("apertus", {}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 6,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 8.0},
+                "sliding_attention": {"rope_theta": 500.0},
+            },
+        },
+    ),
     "deepseek-v2": (
         "deepseek_v2",
         {
@@ -95,7 +122,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-WINDOWS = ("mistral-window", "qwen2-window")
+WINDOWS = ("mistral-window", "qwen2-window", "smollm3-window", "ministral", "olmo3", "gemma3")
 EXPERTS = ("qwen3-moe", "mixtral", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
 
 

@@ -233,9 +233,11 @@ class Attention(HeadsBlock):
         if self.has_gate:
             spec.submodules.self_attention.module = GatedAttention
         if self.qk_norm == "all":
-            norm = partial(SplitRMSNorm, zero_centered=self.zero_centered, group=groups.pgc.tp)
-            attention.q_layernorm = partial(norm, width=self.num_heads * self.head_dim)
-            attention.k_layernorm = partial(norm, width=self.num_groups * self.head_dim)
+            shared = {"group": groups.pgc.tp, "zero_centered": self.zero_centered}
+            attention.q_layernorm, attention.k_layernorm = (
+                type("HeadsNorm", (SplitRMSNorm,), {**shared, "width": number * self.head_dim})
+                for number in (self.num_heads, self.num_groups)
+            )
         elif self.qk_norm:
             attention.q_layernorm = attention.k_layernorm = norm_module(self.zero_centered)
 

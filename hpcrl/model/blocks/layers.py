@@ -1,4 +1,4 @@
-"""Modules of megatron's layer spec: RMSNorm, SwiGLU, parallel linear layers in exact mode, scalar heads."""
+"""Modules of megatron's layer spec: RMSNorm, activations, parallel linear layers in exact mode, scalar heads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from hpcrl.kernels.layers import add_rms_norm, rms_norm, swiglu
+from hpcrl.model.blocks.feed_forward import XIELU
 from hpcrl.model.exact import exact_linear, exact_sum
 from hpcrl.runtime.megatron_versions import mlp_submodules
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch.distributed import ProcessGroup
+
+    from hpcrl.model.blocks.feed_forward import Activation as ActivationName
 
 
 LATENT_NORM_EPS = 1e-6  # of latents, in all models, independent of the other norms' eps
@@ -54,41 +58,49 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
 
 class SplitRMSNorm(torch.nn.Module):
-    """RMSNorm of all heads together, `width` numbers of a token, which the ranks of `group` divide."""
+    """RMSNorm of all heads together, `width` numbers of a token, which the ranks of `group` divide; subclasses have
+    these."""
 
-    def __init__(
-        self,
-        *,
-        config: TransformerConfig,
-        width: int,
-        group: ProcessGroup,
-        zero_centered: bool,
-        eps: float,
-        **_: object,
-    ) -> None:
+    width: int
+    group: ProcessGroup
+    zero_centered = False
+
+    def __init__(self, config: TransformerConfig, eps: float, **_: object) -> None:
         super().__init__()
-        self._width, self._group, self._eps, self._zero_centered = width, group, eps, zero_centered
-        self.weight = torch.nn.Parameter(torch.empty(width // group.size(), dtype=config.params_dtype))
+        self._eps = eps
+        self.weight = torch.nn.Parameter(torch.empty(self.width // self.group.size(), dtype=config.params_dtype))
 
     def forward(self, heads: Tensor) -> Tensor:
         """(..., heads of this rank, head_dim) -> the same shape."""
 
         def total(squares: Tensor) -> Tensor:
             # Each rank's output depends on all squares, so their gradient is a sum over ranks, too.
-            summed = reduce_from_tensor_model_parallel_region(squares, group=self._group)
-            return copy_to_tensor_model_parallel_region(summed, group=self._group)
+            summed = reduce_from_tensor_model_parallel_region(squares, group=self.group)
+            return copy_to_tensor_model_parallel_region(summed, group=self.group)
 
-        weight = norm_factor(self.weight, self._zero_centered)
-        return split_rms_norm(heads.flatten(-2), weight, self._eps, self._width, total).view(heads.shape)
+        weight = norm_factor(self.weight, self.zero_centered)
+        return split_rms_norm(heads.flatten(-2), weight, self._eps, self.width, total).view(heads.shape)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Same as in megatron's linear layers."""
-        assert metadata is not None
-        groups = {"tp_group": self._group, "dp_cp_group": metadata["dp_cp_group"]}
-        state = self.state_dict(keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
+        return _sharded_state(self, {"weight": 0}, self.group, prefix, sharded_offsets, metadata)
+
+
+def _sharded_state(
+    module: torch.nn.Module,
+    axes: dict[str, int],
+    group: ProcessGroup,
+    prefix: str,
+    sharded_offsets: tuple[Any, ...],
+    metadata: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return a module's parameters for a checkpoint. axes: those along which the ranks of `group` split them."""
+    assert metadata is not None
+    groups = {"tp_group": group, "dp_cp_group": metadata["dp_cp_group"]}
+    state = module.state_dict(keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets, **groups) if state else {}
 
 
 def split_rms_norm(x: Tensor, weight: Tensor, eps: float, width: int, total: Callable[[Tensor], Tensor]) -> Tensor:
@@ -138,35 +150,103 @@ def _normed(norm: RMSNorm, module: torch.nn.Module, inputs: Any, output: tuple[T
     return norm(output[0]), None
 
 
-class SwiGLU(torch.nn.Module):
-    def __init__(self, config: object) -> None:
+def embedding_factor(scale: float, like: Tensor) -> Tensor:
+    """Return the factor of embeddings, rounded to their dtype, as the models that have one were trained."""
+    return torch.full((), scale, dtype=like.dtype, device=like.device)
+
+
+def activate(x: Tensor, activation: ActivationName, is_gated: bool, *numbers: Tensor) -> Tensor:
+    """Return f(gate) * up of `x` (..., 2 m) = [gate, up], or without a gate f of `x` (..., m): (..., m).
+
+    gelu_tanh: GELU by its approximation with tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2). relu2: the
+    square of ReLU (So et al. 2021, arXiv:2109.08668, section 4). xielu: see `_XIELU`; its `numbers` are alpha_p and
+    alpha_n, (1,) each.
+    """
+    if activation == "silu" and is_gated:
+        return swiglu(x)
+    of_gate, up = x.chunk(2, dim=-1) if is_gated else (x, None)
+    if activation == "silu":
+        active = torch.nn.functional.silu(of_gate)
+    elif activation == "gelu_tanh":
+        active = torch.nn.functional.gelu(of_gate, approximate="tanh")
+    elif activation == "relu2":
+        active = torch.nn.functional.relu(of_gate).square()
+    else:
+        active = _XIELU.apply(of_gate, *numbers)
+    return active if up is None else active * up
+
+
+class _XIELU(torch.autograd.Function):
+    """xIELU (Huang 2024, arXiv:2411.13010, eq. 8): alpha_p x^2 + beta x above 0, alpha_n (exp(x) - 1 - x) + beta x
+    elsewhere, with alpha_p = softplus(p), alpha_n = beta + softplus(n), beta = 0.5. It keeps x only."""
+
+    BETA, LEAST = 0.5, -1e-6  # exp(x) - 1 is computed of numbers up to LEAST
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: Tensor, n: Tensor) -> Tensor:
+        ctx.save_for_backward(x, p, n)
+        above, below = softplus(p), _XIELU.BETA + softplus(n)
+        negative = (torch.expm1(x.clamp(max=_XIELU.LEAST)) - x) * below
+        return torch.where(x > 0, above * x * x, negative) + _XIELU.BETA * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, p, n = ctx.saved_tensors
+        above, below = softplus(p), _XIELU.BETA + softplus(n)
+        is_above, growth = x > 0, torch.expm1(x.clamp(max=_XIELU.LEAST))
+        of_x = grad * (torch.where(is_above, 2 * above * x, below * growth) + _XIELU.BETA)
+        squares = torch.where(is_above, grad * x * x, 0.0).sum(dtype=torch.float32)
+        others = torch.where(is_above, 0.0, grad * (growth - x)).sum(dtype=torch.float32)
+        return of_x, (squares * p.float().sigmoid()).to(p.dtype), (others * n.float().sigmoid()).to(n.dtype)
+
+
+class Activation(torch.nn.Module):
+    """The activation of an MLP. Subclasses have a name, and the tensor-parallel ranks `group`."""
+
+    name: ActivationName
+    is_gated: bool
+    group: ProcessGroup
+
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        for number in XIELU if self.name == "xielu" else ():
+            self.register_parameter(number, torch.nn.Parameter(torch.empty(1, dtype=config.params_dtype)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return swiglu(x)
+        # Each rank has the gradient of its columns.
+        numbers = [copy_to_tensor_model_parallel_region(number, group=self.group) for number in self.parameters()]
+        return activate(x, self.name, self.is_gated, *numbers)
 
-    def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
-        """Empty; megatron's MLP calls it on each of its modules."""
-        return {}
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's MLP calls it on each of its modules."""
+        return _sharded_state(self, {}, self.group, prefix, sharded_offsets, metadata)
 
 
 class FeedForwardStep:
-    """The SwiGLU network in rollout."""
+    """A feed-forward network in rollout."""
 
     num_chosen = 0
 
-    def __init__(self, fc1: Tensor, fc2: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._fc1, self._fc2, self._linear = fc1, fc2, linear
+    def __init__(
+        self,
+        fc1: Tensor,
+        fc2: Tensor,
+        linear: Callable[[Tensor, Tensor], Tensor],
+        activate: Callable[[Tensor], Tensor] = swiglu,
+    ) -> None:
+        self._fc1, self._fc2, self._linear, self._activate = fc1, fc2, linear, activate
 
     def __call__(self, x: Tensor, chosen: list[Tensor] | None = None) -> Tensor:
         """Map x (n, hidden) to this rank's part of the output (n, hidden)."""
-        return self._linear(swiglu(self._linear(x, self._fc1)), self._fc2)
+        return self._linear(self._activate(self._linear(x, self._fc1)), self._fc2)
 
 
-def use_swiglu(spec: ModuleSpec) -> None:
-    """Set the activation in all networks of a layer's MLP, in place."""
+def use_activation(spec: ModuleSpec, name: ActivationName, is_gated: bool, group: ProcessGroup) -> None:
+    """Set the activation in all networks of a layer's MLP, in place. group: the tensor-parallel ranks."""
     for mlp in mlp_submodules(spec):
-        mlp.activation_func = SwiGLU
+        mlp.activation_func = type(name, (Activation,), {"name": name, "is_gated": is_gated, "group": group})
 
 
 def use_exact_linear(model: torch.nn.Module) -> None:

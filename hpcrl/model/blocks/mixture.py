@@ -102,6 +102,7 @@ class MixtureOfExperts(Block):
                 "moe_topk=1 with norm_topk_prob=true is not supported: the expert's weight would always be 1"
             )
         return {
+            "gated_linear_unit": True,
             "num_moe_experts": self.num_experts,
             "moe_ffn_hidden_size": self.ffn_hidden_size,
             "moe_router_topk": self.topk,
@@ -115,11 +116,11 @@ class MixtureOfExperts(Block):
         }
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
-        from hpcrl.model.blocks.layers import use_swiglu
+        from hpcrl.model.blocks.layers import use_activation
         from hpcrl.model.blocks.router import use_router
 
         use_router(spec, self, groups)
-        use_swiglu(spec)
+        use_activation(spec, "silu", True, groups.pgc.tp)
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> MixtureStep:
         from hpcrl.model.blocks.router import MixtureStep

@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpcrl.model.families.family import COMMON, Family
-from hpcrl.model.families.rope_keys import rope_from_hf, rope_section, rope_to_hf
+from hpcrl.model.families.family import COMMON, Family, head_dim_of, layer_types_of
+from hpcrl.model.families.rope_keys import FULL, SLIDING, rope_from_hf, rope_section, rope_to_hf
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import MOST_LAYERS, VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
@@ -66,7 +66,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-_SLIDING = "sliding_attention"  # one of layer_types
 # With a meaning of its own.
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", "n_shared_experts")
 
@@ -82,16 +81,13 @@ def windows_of(config: Mapping[str, Any], family: str) -> tuple[int | None, ...]
     """Return the tokens that attention sees in each layer, None for all; empty if it sees all in all layers. config:
     with defaults."""
     own = {key: config[key] for key in DEFAULTS[family]}  # other families ignore these keys
-    types, first, count = own.get("layer_types"), own.get("max_window_layers", 0), config["num_hidden_layers"]
-    if types is not None and (not isinstance(types, list) or {*map(str, types)} - {"full_attention", _SLIDING}):
-        raise InputError(f"layer_types={types!r}; expected full_attention or {_SLIDING} of each layer")
-    if types is not None and len(types) != count:
-        raise InputError(f"layer_types has {len(types)} layers; expected num_hidden_layers={count}")
+    first, count = own.get("max_window_layers", 0), config["num_hidden_layers"]
     if isinstance(first, bool) or not isinstance(first, int):
         raise InputError(f"max_window_layers={first!r}; expected a whole number")
     window = own.get("sliding_window") if own.get("use_sliding_window", True) else None
-    slides = [layer >= first for layer in range(count)] if types is None else [kind == _SLIDING for kind in types]
-    return tuple(window if each else None for each in slides) if window is not None and any(slides) else ()
+    keys = {"num_hidden_layers": count, "layer_types": own.get("layer_types")}
+    types = layer_types_of(keys, lambda layer: SLIDING if layer >= first else FULL, FULL, SLIDING)
+    return tuple(window if kind == SLIDING else None for kind in types) if window and SLIDING in types else ()
 
 
 def _window_keys(shape: ModelShape) -> dict[str, Any]:
@@ -101,7 +97,7 @@ def _window_keys(shape: ModelShape) -> dict[str, Any]:
     if "use_sliding_window" in DEFAULTS[shape.family]:
         found["use_sliding_window"] = True
     if "layer_types" in DEFAULTS[shape.family]:
-        found["layer_types"] = ["full_attention" if window is None else _SLIDING for window in shape.windows]
+        found["layer_types"] = [FULL if window is None else SLIDING for window in shape.windows]
         found["max_window_layers"] = next(layer for layer, window in enumerate(shape.windows) if window)
     return found
 
@@ -138,7 +134,7 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
         )
     _check_numbers(config)
     heads = config["num_attention_heads"]
-    head_dim = config["head_dim"] or config["hidden_size"] // heads
+    head_dim = head_dim_of(config)
     fields = {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],

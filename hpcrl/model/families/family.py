@@ -1,4 +1,4 @@
-"""`Family`, and what several families share: names of parameters, and defaults of keys. No torch."""
+"""`Family`, and what several families share: names of parameters, defaults of keys, and blocks from keys. No torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 
 # Megatron's name -> Hugging Face's; "*" is the number of the layer, "#" that of the expert. Several names are stacked
 # rows; those of linear_qkv are stacked by query group. "x[#]" is one matrix of a tensor, see `hpcrl.model.hf_files`.
@@ -19,8 +22,10 @@ class Family:
     """One `model_type` of config.json.
 
     fixed: keys that must have these values if they are present. fields: fields of ModelShape beyond Llama's, from
-    config.json. keys: keys of config.json beyond Llama's, from the shape. tower: of a vision-language model, whose
-    config.json has sections for text and vision, the prefix of the tower's tensors.
+    config.json; with `blocks` the family's config.json is kept as it was read, and needs no `keys`. keys: keys of
+    config.json beyond Llama's, from the shape. others: a pattern of tensors that the files may have besides those of
+    the model; an export copies them from the directory that the model was read from. tower: of a vision-language
+    model, whose config.json has sections for text and vision, the prefix of the tower's tensors.
     """
 
     architecture: str
@@ -29,6 +34,7 @@ class Family:
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     keys: Callable[[ModelShape], dict[str, Any]] = lambda shape: {}
     tower: str | None = None
+    others: str | None = None
 
 
 MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
@@ -46,6 +52,10 @@ QKV_BIAS: Names = {
 }
 QK_NORM: Names = {
     f"{MEGATRON}self_attention.{head}_layernorm.weight": (f"{HF}self_attn.{head}_norm.weight",) for head in "qk"
+}
+OUTPUT_NORMS: Names = {
+    f"{MEGATRON}post_attention_layernorm.weight": (f"{HF}post_attention_layernorm.weight",),
+    f"{MEGATRON}post_mlp_layernorm.weight": (f"{HF}post_feedforward_layernorm.weight",),
 }
 MLP: Names = {
     f"{MEGATRON}mlp.linear_fc1.weight": (f"{HF}mlp.gate_proj.weight", f"{HF}mlp.up_proj.weight"),
@@ -94,3 +104,30 @@ COMMON = {
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
 }
+
+
+def layer_types_of(config: Mapping[str, Any], default: Callable[[int], str], *kinds: str) -> list[str]:
+    """Return the kind of each layer, one of `kinds`. config: with defaults. default: by the layer's number, if
+    config.json does not name them."""
+    count, given = config["num_hidden_layers"], config.get("layer_types")
+    if given is None:
+        return [default(layer) for layer in range(count)]
+    if not isinstance(given, list) or {*map(str, given)} - {*kinds}:
+        raise InputError(f"layer_types={given!r}; expected {' or '.join(kinds)} of each layer")
+    if len(given) != count:
+        raise InputError(f"layer_types has {len(given)} layers; expected num_hidden_layers={count}")
+    return given
+
+
+def head_dim_of(config: Mapping[str, Any]) -> int:
+    width: int = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    return width
+
+
+def attention_of(config: Mapping[str, Any], rope: Rope | None, **options: Any) -> Attention:
+    """Return the attention that config.json, with defaults, describes. options: further fields."""
+    heads = config["num_attention_heads"]
+    groups = config["num_key_value_heads"] or heads
+    if heads % groups:
+        raise InputError(f"num_key_value_heads={groups} does not divide num_attention_heads={heads}")
+    return Attention(config["hidden_size"], rope, heads, groups, head_dim_of(config), **options)

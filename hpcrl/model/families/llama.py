@@ -10,13 +10,11 @@ from hpcrl.model.families.family import (
     ATTENTION,
     COMMON,
     ENDS,
-    HF,
     LLAMA,
-    MEGATRON,
     NO_BIAS,
+    OUTPUT_NORMS,
     QK_NORM,
     Family,
-    Names,
     experts_mlp,
 )
 from hpcrl.model.shape import ModelShape
@@ -55,12 +53,6 @@ def _mixtral_keys(shape: ModelShape) -> dict[str, Any]:
     return {key: getattr(shape, field) for key, field in _MIXTRAL_KEYS.items()}
 
 
-_EXAONE_NORMS: Names = {
-    f"{MEGATRON}post_attention_layernorm.weight": (f"{HF}post_attention_layernorm.weight",),
-    f"{MEGATRON}post_mlp_layernorm.weight": (f"{HF}post_feedforward_layernorm.weight",),
-}
-
-
 def _exaone_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["sliding_window"] is not None:
         raise InputError(
@@ -73,7 +65,7 @@ def _exaone_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", LLAMA, NO_BIAS | {"mlp_bias": False}),
     "exaone4": Family(
-        "Exaone4ForCausalLM", {**LLAMA, **QK_NORM, **_EXAONE_NORMS}, {"hidden_act": "silu"}, _exaone_fields
+        "Exaone4ForCausalLM", {**LLAMA, **QK_NORM, **OUTPUT_NORMS}, {"hidden_act": "silu"}, _exaone_fields
     ),
     "mistral": Family("MistralForCausalLM", LLAMA, NO_BIAS),
     "mixtral": Family(

@@ -10,6 +10,7 @@ from hpcrl.model.blocks.rope import Rope, RopeScaling
 from hpcrl.runtime.exits import InputError
 
 PARTIAL = "partial_rotary_factor"
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 
 
 def rope_section(config: Mapping[str, Any]) -> Any:
@@ -46,6 +47,27 @@ def rope_of(config: Mapping[str, Any], head_dim: int, section: Any = None) -> Ro
     if kind not in ("linear", "llama3", "yarn"):
         raise InputError(f"rope_type={kind}; expected default, linear, llama3 or yarn; use another model")
     return Rope(dim, theta, _scaling(kind, theta, rope, config["max_position_embeddings"]))
+
+
+def ropes_of(config: Mapping[str, Any], head_dim: int, local_theta: Any) -> dict[str, Rope]:
+    """Return the rotary embeddings of full and of sliding attention, in models that have one for each.
+
+    config: with defaults; `rope_theta` and `rope_scaling` of transformers 4 are those of full attention. local_theta:
+    the base of sliding attention, if config.json has no `rope_parameters` of it.
+    """
+    given = config.get("rope_parameters") or {}
+    if (
+        not isinstance(given, dict)
+        or not all(isinstance(of, dict) for of in given.values())
+        or {*given} - {FULL, SLIDING}
+    ):
+        raise InputError(f"rope_parameters={given!r}; expected those of {FULL} and {SLIDING}")
+    scaling = config.get("rope_scaling") or {}
+    sections = {
+        FULL: {"rope_theta": config["rope_theta"], **(given.get(FULL) or {}), **scaling},
+        SLIDING: {"rope_theta": local_theta, **(given.get(SLIDING) or {})},
+    }
+    return {kind: rope_of(config, head_dim, section) for kind, section in sections.items()}
 
 
 def _scaling(kind: Any, theta: Any, rope: Mapping[str, Any], longest: Any) -> RopeScaling:

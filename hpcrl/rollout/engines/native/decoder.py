@@ -17,7 +17,7 @@ from hpcrl.kernels.fp32_product import product
 from hpcrl.kernels.layers import apply_rope
 from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.block import Layer
-from hpcrl.model.blocks.layers import NormStep
+from hpcrl.model.blocks.layers import NormStep, embedding_factor
 from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from hpcrl.model.exact import exact_linear
@@ -210,6 +210,10 @@ class Decoder:
         return normed
 
     def _embed(self, token_ids: Tensor) -> Tensor:
+        found, scale = self._embeddings(token_ids), self._shape.embedding_scale
+        return found if scale == 1.0 else found * embedding_factor(scale, found)
+
+    def _embeddings(self, token_ids: Tensor) -> Tensor:
         if self.tp.size == 1:
             return embedding(token_ids, self._embedding)
         rows = len(self._embedding)
