@@ -97,6 +97,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm4-moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500.0},
+        },
+    ),
     "deepseek-v2": (
         "deepseek_v2",
         {
@@ -123,7 +143,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 WINDOWS = ("mistral-window", "qwen2-window", "smollm3-window", "ministral", "olmo3", "gemma3")
-EXPERTS = ("qwen3-moe", "mixtral", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
+EXPERTS = ("qwen3-moe", "mixtral", "glm4-moe", "minimax-m2", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
 
 
 def make_model(name: str, **changes: Any) -> transformers.PreTrainedModel:

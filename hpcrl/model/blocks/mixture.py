@@ -45,7 +45,8 @@ class MixtureOfExperts(Block):
     """A router sends each token to `topk` of `num_experts` feed-forward networks of width `ffn_hidden_size`.
 
     norm_topk_prob: their weights sum to 1, before `routed_scale`, a factor of all. shared_ffn_hidden_size: total width
-    of the experts that all tokens go to; 0: none. has_score_bias: the choice, not the weights, uses a bias per expert.
+    of the experts that all tokens go to; 0: none. has_shared_gate: a vector computes a number from each token, and its
+    sigmoid multiplies their output. has_score_bias: the choice, not the weights, uses a bias per expert.
     Experts are in `num_groups` groups; a token chooses `topk_groups`, then experts inside them. A group's score is the
     sum of its `group_best` best scores.
     """
@@ -55,6 +56,7 @@ class MixtureOfExperts(Block):
     topk: int
     norm_topk_prob: bool = True
     shared_ffn_hidden_size: int = 0
+    has_shared_gate: bool = False
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     has_score_bias: bool = False
     num_groups: int = 1
@@ -87,6 +89,8 @@ class MixtureOfExperts(Block):
             yield Weight("mlp.router.expert_bias", (self.num_experts,), is_frozen=True)
         if self.shared_ffn_hidden_size:
             yield from gated_weights("mlp.shared_experts.", self.hidden_size, self.shared_ffn_hidden_size)
+        if self.has_shared_gate:
+            yield Weight("mlp.shared_experts.gate_weight", (1, self.hidden_size))
 
     def expert_weights(self) -> Iterator[Weight]:
         return gated_weights("", self.hidden_size, self.ffn_hidden_size)
@@ -110,6 +114,7 @@ class MixtureOfExperts(Block):
             "moe_router_score_function": self.score_function,
             "moe_router_topk_scaling_factor": self.routed_scale,
             "moe_shared_expert_intermediate_size": self.shared_ffn_hidden_size or None,
+            "moe_shared_expert_gate": self.has_shared_gate,
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "alltoall",

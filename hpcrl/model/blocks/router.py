@@ -80,6 +80,7 @@ class MixtureStep:
         self._router = weight("mlp.router.weight")
         self._bias = weight("mlp.router.expert_bias") if block.has_score_bias else None
         self._shared = None
+        self._shared_gate = weight("mlp.shared_experts.gate_weight") if block.has_shared_gate else None
         if block.shared_ffn_hidden_size:
             fc1, fc2 = (weight(f"mlp.shared_experts.linear_{fc}.weight") for fc in ("fc1", "fc2"))
             self._shared = FeedForwardStep(fc1, fc2, linear)
@@ -100,7 +101,10 @@ class MixtureStep:
         else:
             mixed = self._mixed(x, weights, ids)
         if self._shared is not None:
-            mixed += self._shared(x)
+            shared = self._shared(x)
+            if self._shared_gate is not None:
+                shared = shared * self._linear(x, self._shared_gate).sigmoid()
+            mixed += shared
         return mixed
 
     def route(self, x: Tensor, chosen: list[Tensor] | None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from hpcrl.model.blocks.mixture import MixtureOfExperts
 from hpcrl.model.families.family import (
     COMMON,
     ENDS,
@@ -74,7 +75,8 @@ _SHARED_EXPERTS: Names = {
     ),
     f"{MEGATRON}mlp.shared_experts.linear_fc2.weight": (f"{HF}mlp.shared_experts.down_proj.weight",),
 }
-_DEEPSEEK: Names = {**ENDS, **_LATENT_ATTENTION, **MLP, **QWEN_MLP, **_SHARED_EXPERTS}
+MLPS: Names = {**MLP, **QWEN_MLP, **_SHARED_EXPERTS}
+_DEEPSEEK: Names = {**ENDS, **_LATENT_ATTENTION, **MLPS}
 
 
 def v2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,10 +98,35 @@ def v3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    layers, dense, width = config["num_hidden_layers"], config["first_k_dense_replace"], "moe_intermediate_size"
+def dense_layers(config: Mapping[str, Any]) -> int:
+    """Return how many layers before the others have no experts."""
+    layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     if not isinstance(dense, int) or not 0 <= dense < layers:
         raise InputError(f"first_k_dense_replace={dense!r} of num_hidden_layers={layers}; expected less, 0 at least")
+    return dense
+
+
+def sigmoid_mixture(config: Mapping[str, Any]) -> MixtureOfExperts:
+    """Return V3's mixture of experts, for families with blocks of their own."""
+    groups, width = _groups(config), config["moe_intermediate_size"]
+    return MixtureOfExperts(
+        config["hidden_size"],
+        config["n_routed_experts"],
+        width,
+        config["num_experts_per_tok"],
+        norm_topk_prob=config["norm_topk_prob"],
+        shared_ffn_hidden_size=(config["n_shared_experts"] or 0) * width,
+        score_function="sigmoid",
+        has_score_bias=True,
+        num_groups=groups["moe_num_groups"],
+        topk_groups=groups["moe_topk_groups"],
+        group_best=2,
+        routed_scale=float(config["routed_scaling_factor"]),
+    )
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    width = "moe_intermediate_size"
     mla = LatentAttention(
         q_lora_rank=config["q_lora_rank"],
         **{name: config[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
@@ -113,7 +140,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_shared_ffn_hidden_size": (config["n_shared_experts"] or 0) * config[width],
         "moe_topk": config["num_experts_per_tok"],
         "moe_routed_scale": float(config["routed_scaling_factor"]),
-        "dense_layers": tuple(range(dense)),
+        "dense_layers": tuple(range(dense_layers(config))),
     }
 
 

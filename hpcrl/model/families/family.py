@@ -80,6 +80,7 @@ def experts_mlp(router: str, expert: str, gate: str, up: str, down: str) -> Name
 
 
 QWEN_MLP = experts_mlp("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_MLP = experts_mlp("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
 LANGUAGE_MODEL = "model.language_model."  # prefix of the text model in a vision-language model
 
 

@@ -11,11 +11,11 @@ from hpcrl.model.families.family import (
     COMMON,
     ENDS,
     LLAMA,
+    MIXTRAL_MLP,
     NO_BIAS,
     OUTPUT_NORMS,
     QK_NORM,
     Family,
-    experts_mlp,
 )
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
@@ -41,7 +41,6 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     },
 }
 _MIXTRAL_KEYS = {"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"}  # and fields of ModelShape
-_MIXTRAL_MLP = experts_mlp("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
 
 
 def _mixtral_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +68,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family("MistralForCausalLM", LLAMA, NO_BIAS),
     "mixtral": Family(
-        "MixtralForCausalLM", {**ENDS, **ATTENTION, **_MIXTRAL_MLP}, NO_BIAS, _mixtral_fields, _mixtral_keys
+        "MixtralForCausalLM", {**ENDS, **ATTENTION, **MIXTRAL_MLP}, NO_BIAS, _mixtral_fields, _mixtral_keys
     ),
 }
