@@ -128,6 +128,7 @@ Message = dict[str, Any]
 
 MODEL_TURN_MARK = "hpcrl.turn.of.the.model"  # placeholder of the model's text, which is never rendered nor tokenised
 PROBE = "hpcrl.answer"
+TEXTS = ("content", "name", "tool_call_id")  # of a message
 TOOL_WRAPPING = "<tool_response>\n{}\n</tool_response>"
 
 
@@ -167,7 +168,7 @@ class TurnTemplate:
     def answer(self, messages: Sequence[Message], end: int | None = None) -> Answer:
         """Return the tokens of messages of tools and users, and of the prompt of the model's next turn. end: the token
         that ended its latest turn; None: the one that the template writes."""
-        texts = [message | {"content": self.clean(message["content"])} for message in messages]
+        texts = [message | {key: self.clean(message[key]) for key in TEXTS if key in message} for message in messages]
         if not self._has_tool_role:
             texts = [self._as_user(message) for message in texts]
         if self._template is None:
@@ -242,20 +243,20 @@ class TurnTemplate:
 
     def _after_model_turn(self, messages: Sequence[Message], end: int | None = None) -> str:
         """Render a conversation with these messages and return the text after the model's turn."""
-        calls = [self._call(message, number) for number, message in enumerate(messages) if message["role"] == "tool"]
-        calls = [] if self._arguments is None else calls
-        messages = [
-            message | {"tool_call_id": calls[number]["id"]} if calls else message
-            for number, message in enumerate(messages)
-        ]
-        text = self._after_mark(calls, messages, True)
-        turn = self._after_mark(calls, [], False)  # what the template writes of it behind the mark
+        answered = [] if self._arguments is None else [it for it in enumerate(messages) if it[1]["role"] == "tool"]
+        ids = {number: message.get("tool_call_id", f"call{number:05d}") for number, message in answered}
+        messages = [it | ({"tool_call_id": ids[number]} if number in ids else {}) for number, it in enumerate(messages)]
+        calls = [self._call(messages[number]) for number in ids]
+        *before, turn = self._around_marks(calls)
+        if not before:
+            return ""  # the template drops the model's turn
+        text = self._around_marks(calls, messages, len(before))[-1]  # answers may mention the mark
         found = self._ends.search(turn)
         if found and (calls or not turn[: found.start()].strip()):
             rest = text.removeprefix(turn[: found.start()])
             written = self._ends.match(rest) or self._end_of_message(rest)
             return rest[written.end() :] if written else rest
-        rest = text.removeprefix(turn.removesuffix(self._after_mark([], [], False))) if calls else text
+        rest = text.removeprefix(turn.removesuffix(self._around_marks([])[-1])) if calls else text
         # The role of the next message may be the token that ends a turn, such as <|user|>.
         role = self._ends.match(rest.lstrip())
         is_written = role is not None and (end is None or role[0] == self._tokenizer.decode([end]))
@@ -268,10 +269,11 @@ class TurnTemplate:
         ended = self._rendered([{"role": "user", "content": PROBE}], False).rpartition(PROBE)[2]
         return found if found and ended.startswith(found[0]) else None
 
-    def _after_mark(self, calls: list[Any], messages: Sequence[Message], generation_prompt: bool) -> str:
+    def _around_marks(self, calls: list[Any], messages: Sequence[Message] = (), count: int = -1) -> list[str]:
+        """Split a turn of the model and the messages after it at the first marks, as many as `count`; -1: all."""
         turn = {"role": "assistant", "content": MODEL_TURN_MARK} | ({"tool_calls": calls} if calls else {})
-        text = self._rendered([{"role": "user", "content": "?"}, turn, *messages], generation_prompt)
-        return text.rpartition(MODEL_TURN_MARK)[2]
+        text = self._rendered([{"role": "user", "content": "?"}, turn, *messages], bool(messages))
+        return text.split(MODEL_TURN_MARK, count)
 
     def _rendered(self, conversation: list[Message], generation_prompt: bool) -> str:
         options = {"add_generation_prompt": True} | self._kwargs
@@ -286,10 +288,10 @@ class TurnTemplate:
             ),
         )
 
-    def _call(self, message: Message, number: int) -> dict[str, Any]:
-        """The call that a tool's message answers. Some templates need an id of nine letters and digits."""
+    def _call(self, message: Message) -> dict[str, Any]:
+        """The call that a tool's message answers."""
         function = {"name": message.get("name", "tool"), "arguments": self._arguments}
-        return {"id": message.get("tool_call_id", f"call{number:05d}"), "type": "function", "function": function}
+        return {"id": message["tool_call_id"], "type": "function", "function": function}
 
     def _find_arguments(self) -> bool:
         """Find arguments that the template renders in calls before tools' answers. Return whether it renders them."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_NAME = 80  # characters of a name or an id that the model wrote
 MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of them
 
 Record = Mapping[str, Any]
@@ -168,7 +169,8 @@ class TurnHandler:
         text, images = (outcome, ()) if isinstance(outcome, str) else self._tool_answer(outcome)
         limit, side = self.cfg.max_tool_response_length, self.cfg.tool_response_truncate_side
         message = {"role": "tool", "content": self.template.shortened(text, limit, side), "images": images}
-        return message | {key: value for key, value in (("name", call.name), ("tool_call_id", call.id)) if value}
+        names = {"name": call.name[:MAX_NAME], "tool_call_id": (call.id or "")[:MAX_NAME]}
+        return message | {key: text for key, text in names.items() if text}
 
     def _tool_answer(self, outcome: Outcome) -> tuple[str, tuple[bytes, ...]]:
         """Text and pictures."""
