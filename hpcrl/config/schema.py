@@ -468,7 +468,8 @@ class MultiTurnConfig(Section):
     max_parallel_calls: PositiveInt = Field(1, description="tool calls of one turn that are carried out")
     format: str = Field(
         "hermes",
-        description="how the model writes a tool call: hermes, json, or a parser that the tools' file registers",
+        description="how the model writes a tool call: hermes, json, qwen3_coder, openai (GPT-OSS), glm45, kimi_k2, "
+        "minimax_m2, apertus, or a parser that the tools' file registers",
     )
     function_tool_path: PathStr | None = Field(
         None, description="Python file whose functions marked @tool are the tools"

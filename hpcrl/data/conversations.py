@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,7 +15,14 @@ from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import TOKENISE_ROWS
 from hpcrl.data.rendering import Rendering
 from hpcrl.data.row_file import RowFile, spread
-from hpcrl.data.tokenizer import encodable, encode_texts, end_token_ids, split_end
+from hpcrl.data.tokenizer import (
+    encodable,
+    encode_texts,
+    end_token_ids,
+    first_end,
+    split_end,
+    starts_with_special,
+)
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from hpcrl.runtime.world import World
 
 Turns = Literal["all", "last"]
+MARK = "hpcrl.content.of.a.turn"  # of which a template renders what follows
 
 
 class Marked(NamedTuple):
@@ -40,7 +49,8 @@ class Conversations:
 
     A column `tools`, if there is one, goes to the chat template. The assistant's turns, or the last of them, have loss:
     those that the template marks with {% generation %}, or else the differences between the conversation's text with
-    and without each turn. A turn's loss ends with its end-of-sequence token. Conversations longer than
+    and without each turn. A turn's loss ends with its end-of-sequence token, which may be the first token of the next
+    message, such as <|user|>; the last turn gets that of a next message. Conversations longer than
     data.max_prompt_length + data.max_response_length are errors, are left out with data.filter_overlong_prompts, or
     lose their end with data.truncation=right; those that then have no token with loss are left out. With a `world` its
     ranks share the work. Pictures, and `only`, are as in PromptDataset; tokens of pictures have no loss.
@@ -192,7 +202,7 @@ class Conversations:
         return Marked(np.array(ids, dtype=np.int32), mask)
 
     def _by_differences(self, messages: list[dict[str, Any]], where: str, options: dict[str, Any]) -> Marked:
-        whole = self._template.text(messages, where, generation_prompt=False, **options)
+        whole = self._with_end(messages, where, options)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         with encodable(self._tokenizer, whole, where):
             encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
@@ -202,41 +212,52 @@ class Conversations:
             rendering = Rendering(self._template, messages, number, where, options)
             before, after = rendering.before, rendering.after
             if not whole.startswith(after):
-                advice = ", or sft.assistant_turns=last" if self._turns == "all" else ""
-                raise InputError(
-                    f"{where}: with later turns, the chat template renders the conversation up to message {number} "
-                    "differently; expected a template that keeps turns, or marks them with {% generation %}; use "
-                    f"another data.chat_template{advice}"
-                )
+                after = self._without_end(rendering, whole)
             if not after.startswith(before):
                 before = rendering.common_start(self._cfg.accept_generation_prompt_mismatch)
             start, end = len(before), len(after)
+            if not split_end(self._tokenizer, whole[start:end])[1]:
+                end += len(first_end(self._tokenizer, whole[end:]))
             self._check(rendering, whole[start:end])
             turn = (places[:, 0] >= start) & (places[:, 0] < end)
             if ((places[:, 0] < start) & (places[:, 1] > start)).any() or not turn.any():
-                raise self._joined(where, number)
+                raise rendering.joined()
             if not mask.any():  # the prompt of the first turn, as generation sees it
                 (prompt,) = encode_texts(self._tokenizer, [before], [where], False)
                 if not np.array_equal(ids[: turn.argmax()], prompt):
-                    raise self._joined(where, number)
+                    raise rendering.joined()
             last = np.flatnonzero(turn & np.isin(ids, self._ends))
             if len(last) and not whole[places[last[-1], 1] : end].strip():
                 turn[last[-1] + 1 :] = False  # a line break after the end of the turn
             mask |= turn
         return Marked(ids, mask)
 
+    def _with_end(self, messages: list[dict[str, Any]], where: str, options: dict[str, Any]) -> str:
+        """The conversation's text, with the end-of-sequence token of its last turn: where the template has none, the
+        first token of a next message, such as <|user|>, may be one."""
+        whole = self._template.text(messages, where, generation_prompt=False, **options)
+        if messages[-1]["role"] != "assistant" or split_end(self._tokenizer, whole)[1]:
+            return whole
+        turn = {"role": "assistant", "content": MARK}
+        answer = {"role": "tool" if messages[-1].get("tool_calls") else "user", "content": "?"}
+        with suppress(InputError):  # the template may take no tool
+            exchange = [{"role": "user", "content": "?"}, turn, answer]
+            text = self._template.text(exchange, where, generation_prompt=False, **options)
+            return whole + first_end(self._tokenizer, text.partition(MARK)[2])
+        return whole
+
+    def _without_end(self, rendering: Rendering, whole: str) -> str:
+        """The text up to a turn without its end-of-sequence token, in place of which `whole`, with later turns, has
+        another token: <|return|> ends a response, <|end|> a turn before others."""
+        bare, end = split_end(self._tokenizer, rendering.after)
+        if end and whole.startswith(bare) and starts_with_special(self._tokenizer, whole[len(bare) :]):
+            return bare
+        raise rendering.changed(whole, ", or sft.assistant_turns=last" if self._turns == "all" else "")
+
     def _check(self, rendering: Rendering, text: str) -> None:
         """Raise InputError if `text`, on which a turn is trained, lacks a part of it."""
         if not self._cfg.accept_dropped_parts:
             rendering.check(text, self._end_texts)
-
-    @staticmethod
-    def _joined(where: str, number: int) -> InputError:
-        return InputError(
-            f"{where}: the tokenizer joins the start of message {number} with the generation prompt before it, so that "
-            "generation would see other tokens; use a data.chat_template whose generation prompt ends with a line "
-            "break or a special token"
-        )
 
     def _fit(self, marked: Marked, where: str) -> Marked | None:
         """The conversation within the limit; None to leave it out."""

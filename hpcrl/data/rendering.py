@@ -6,7 +6,8 @@ import itertools
 import json
 import os.path
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +15,8 @@ from hpcrl.data.chat import ChatTemplate
 from hpcrl.runtime.exits import InputError
 
 TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # fields that templates render as text
+# Arguments with which models' templates keep the reasoning of earlier turns.
+KEEPING = (("preserve_thinking", True), ("clear_thinking", False))
 SHOWN = 60  # characters of a missing part in an error
 
 _ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|[nrtbfv])|\\+")
@@ -89,10 +92,8 @@ class Rendering:
             )
         if accepted:
             return start
-        ways = [
-            f"data.apply_chat_template_kwargs.{name}={str(value).lower()}" for name, value in self._thinking_options()
-        ]
-        ways.append("data.accept_generation_prompt_mismatch=true, which trains the message as it is rendered")
+        mismatch = "data.accept_generation_prompt_mismatch=true, which trains the message as it is rendered"
+        ways = [*self._thinking_options(), mismatch]
         raise InputError(
             f"{self._where}: the generation prompt before message {self._number} ends with "
             f"{self.before[len(start) :]!r}, which the chat template leaves out before the message, "
@@ -100,14 +101,44 @@ class Rendering:
             f"data.chat_template, or set {', or '.join(ways)}"
         )
 
-    def _thinking_options(self) -> Iterator[tuple[str, bool]]:
-        """The arguments for thinking that models' templates have, with values for which the generation prompt begins
-        the message."""
-        for name, value in itertools.product(("enable_thinking", "thinking"), (False, True)):
+    def changed(self, whole: str, advice: str) -> InputError:
+        """The error for a text of the whole conversation that has this message in another rendering than `after`."""
+        start = len(os.path.commonprefix([self.after, whole]))
+        kept = self._settings(KEEPING, lambda other: other._text(self._messages).startswith(other.after))
+        ways = ", or ".join(["use another data.chat_template", *(f"set {way}" for way in kept)])
+        return InputError(
+            f"{self._where}: with later turns, the chat template renders the conversation up to message {self._number} "
+            f"differently, {_short(whole[start:])} in place of {_short(self.after[start:])}; expected a template that "
+            f"keeps turns, or marks them with {{% generation %}}; {ways}{advice}"
+        )
+
+    def joined(self) -> InputError:
+        """The error for a token over the start of the message, such as two line breaks of an empty thought."""
+        ways = ", or ".join(["line break or a special token", *(f"set {way}" for way in self._thinking_options())])
+        return InputError(
+            f"{self._where}: the tokenizer joins the start of message {self._number} with the generation prompt before "
+            "it, so that generation would see other tokens; use a data.chat_template whose generation prompt ends "
+            f"with a {ways}"
+        )
+
+    def _thinking_options(self) -> list[str]:
+        """The arguments for thinking that models' templates have, with values for which another generation prompt
+        begins the message."""
+        options = itertools.product(("enable_thinking", "thinking"), (False, True))
+        return self._settings(
+            options, lambda other: other.before != self.before and other.after.startswith(other.before)
+        )
+
+    def _settings(self, options: Iterable[tuple[str, bool]], fits: Callable[[Rendering], bool]) -> list[str]:
+        """The settings of those further arguments of the template with which the rendering fits."""
+        found = []
+        for name, value in options:
             template = self._template.with_option(name, value)
             other = Rendering(template, self._messages, self._number, self._where, self._options)
-            if other.after.startswith(other.before):
-                yield name, value
+            with suppress(InputError):  # the template may raise for the argument
+                if fits(other):
+                    found.append(f"data.apply_chat_template_kwargs.{name}={str(value).lower()}")
+        return found
 
 
 def missing_part(message: Mapping[str, Any], text: str) -> str | None:

@@ -224,6 +224,17 @@ def split_end(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, str]:
     return (text[: found.start()], found[1]) if found else (text, "")
 
 
+def first_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The end-of-sequence token with which the text begins, or ""."""
+    ends = [str(tokenizer.decode([token])) for token in end_token_ids(tokenizer)]
+    return next((end for end in ends if end and text.startswith(end)), "")
+
+
+def starts_with_special(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Whether the text begins with a special token."""
+    return any(it.special and text.startswith(it.content) for it in tokenizer.added_tokens_decoder.values())
+
+
 @functools.lru_cache(16)
 def _ends_at_the_end(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     ends = "|".join(re.escape(end) for token in end_token_ids(tokenizer) if (end := str(tokenizer.decode([token]))))

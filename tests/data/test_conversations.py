@@ -18,6 +18,7 @@ from hpcrl.data.row_file import RowFile
 from hpcrl.data.supervision import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.runtime.exits import InputError
+from tests.chat_families import FAMILIES
 
 FAMILY = Path(__file__).parents[1] / "algorithms" / "trl_cases" / "sft.py"
 CASES = runpy.run_path(str(FAMILY))
@@ -230,3 +231,65 @@ def test_an_end_that_the_content_has_too_is_trained_once(tmp_path: Path, tokeniz
     data = read(tmp_path, tokenizer, [{"messages": written}], chat_template=alone)
     _, response, mask = data.sequence(0)
     assert tokenizer.decode(response[mask == 1]) == "5<|eos|>9, I think<|eos|>" and data.num_endless == 0
+
+
+def spoken(tokenizer: Any, data: Conversations) -> list[str]:
+    """The trained stretches of the first conversation."""
+    prompt, response, mask = data.sequence(0)
+    pieces = np.split(response, np.flatnonzero(np.diff(mask)) + 1)
+    return [tokenizer.decode(piece) for piece in pieces[::2]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_model_of_a_family_writes_is_trained(tmp_path: Path, name: str) -> None:
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer(tmp_path)
+    rows = [{"messages": family.conversation()}]
+    wide = {"chat_template": None, "max_prompt_length": 999, "max_response_length": 999}
+    data = read(tmp_path, tokenizer, rows, **wide)
+    assert spoken(tokenizer, data) == list(family.trained) and data.num_endless == 0
+    last = read(tmp_path, tokenizer, rows, "last", **wide)
+    assert spoken(tokenizer, last) == [family.trained[-1]] and last.num_endless == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "thoughts", "found"),
+    [
+        ("qwen3.5", ["t1", "t2"], r"'one<\|im_end\|>.* in place of '<think>\\nt1.*kwargs.preserve_thinking=true"),
+        ("glm-4.5", ["t1", "t2"], r"'</think>\\none<\|user\|>.*kwargs.clear_thinking=false"),
+        ("gpt-oss", ["t1", "t2"], r"'final<\|message\|>one.* in place of 'analysis<\|message\|>t1"),
+        ("minimax-m2", [None, "t2"], r"prompt before message 1 ends with '<think>\\n', which the chat template leaves"),
+        ("qwen3.5", [None], r"the tokenizer joins the start of message 1 .*, or set .*kwargs.enable_thinking=false"),
+        # The model ends an answer by <|return|>, so that <|end|> is not trained.
+        ("gpt-oss", [None, None], [f"<|channel|>final<|message|>{text}" for text in ("one", "two<|return|>")]),
+        ("glm-4.5", [None, None], [f"\n<think></think>\n{text}<|user|>" for text in ("one", "two")]),
+        ("kimi-k2", [None, None], ["one<|im_end|>", "two<|im_end|>"]),
+    ],
+)  # fmt: skip
+def test_answers_to_several_users(tmp_path: Path, name: str, thoughts: list[str | None], found: Any) -> None:
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer(tmp_path)
+    messages: list[dict[str, str]] = []
+    for thought, text in zip(thoughts, ("one", "two"), strict=False):
+        reasoning = {str(family.thought): thought} if thought else {}
+        messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": text, **reasoning}]
+    if isinstance(found, str):
+        with pytest.raises(InputError, match=found):
+            read(tmp_path, tokenizer, [{"messages": messages}], chat_template=None)
+    else:
+        data = read(tmp_path, tokenizer, [{"messages": messages}], chat_template=None)
+        assert spoken(tokenizer, data) == found
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm-4.5"])
+def test_reasoning_that_a_template_keeps_on_request(tmp_path: Path, name: str) -> None:
+    family = FAMILIES[name]
+    tokenizer, turns = family.tokenizer(tmp_path), ("one", "two")
+    messages: list[dict[str, str]] = []
+    for text in turns:
+        reasoning = {str(family.thought): f"so {text}"}
+        messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": text, **reasoning}]
+    options = {"preserve_thinking": True, "clear_thinking": False}
+    rows = [{"messages": messages}]
+    data = read(tmp_path, tokenizer, rows, chat_template=None, apply_chat_template_kwargs=options)
+    assert all(f"so {text}" in it for text, it in zip(turns, spoken(tokenizer, data), strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -12,6 +14,7 @@ from hpcrl.data.chat import within_limits
 from hpcrl.data.images import Entry, Kind, Source
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import truncate
+from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rollout.protocol import (
     Completion,
     FinishReason,
@@ -120,11 +123,12 @@ class Conversation:
 
 
 # {"role": "tool" | "user" | "assistant", "content": text}, and where a tool returned pictures, {"images": PNG of each},
-# which come before the text
+# which come before the text; of a tool also "name" and "tool_call_id", where the call has them
 Message = dict[str, Any]
 
 MODEL_TURN_MARK = "hpcrl.turn.of.the.model"  # placeholder of the model's text, which is never rendered nor tokenised
 PROBE = "hpcrl.answer"
+TEXTS = ("content", "name", "tool_call_id")  # of a message
 TOOL_WRAPPING = "<tool_response>\n{}\n</tool_response>"
 
 
@@ -135,8 +139,9 @@ class TurnTemplate:
     """Tokens of answers, independent of the conversation before them, whose tokens are the model's own.
 
     With a chat template they are what it renders after a turn of the model, without its end-of-sequence token, up to
-    and including the next generation prompt. If the template has no role `tool`, tools' answers become a user's, in
-    <tool_response>. Without a template, answers are separate lines.
+    and including the next generation prompt. Answers of tools follow a turn with calls of their names, which some
+    templates need. If the template has no role `tool`, tools' answers become a user's, in <tool_response>. Without a
+    template, answers are separate lines.
 
     Text from outside cannot contain special tokens, and loses characters outside the tokenizer's alphabet.
     """
@@ -150,16 +155,20 @@ class TurnTemplate:
         if reader is not None:
             self._specials += reader.spelled.values()
         self._encodable: dict[str, bool] = {}
-        self._has_tool_role = self._template is not None and self._problem("tool") is None
+        self._ends = _any_of([self._tokenizer.decode([token]) for token in end_token_ids(tokenizer)])
+        self._special = _any_of(self._specials)
+        self._arguments: Any = None  # of calls in the turn before tools' answers; None: there are no calls
+        self._has_tool_role = self._template is not None and self._find_arguments()
         if self._template is not None and not self._has_tool_role and self._problem("user"):
             raise InputError(
                 "rollout.multi_turn: the chat template accepts neither a tool nor a user after an assistant: "
                 f"{self._problem('user')}; expected a template for conversations (data.chat_template)"
             )
 
-    def answer(self, messages: Sequence[Message]) -> Answer:
-        """Return the tokens of messages of tools and users, and of the prompt of the model's next turn."""
-        texts = [message | {"content": self.clean(message["content"])} for message in messages]
+    def answer(self, messages: Sequence[Message], end: int | None = None) -> Answer:
+        """Return the tokens of messages of tools and users, and of the prompt of the model's next turn. end: the token
+        that ended its latest turn; None: the one that the template writes."""
+        texts = [message | {key: self.clean(message[key]) for key in TEXTS if key in message} for message in messages]
         if not self._has_tool_role:
             texts = [self._as_user(message) for message in texts]
         if self._template is None:
@@ -167,7 +176,7 @@ class TurnTemplate:
             lines = "".join(f"\n{image * len(message.get('images', ()))}{message['content']}" for message in texts)
             text = self._within_alphabet(lines + "\n")
         else:
-            text = self._after_model_turn([_in_parts(message) for message in texts])
+            text = self._after_model_turn([_in_parts(message) for message in texts], end)
         ids, pictures = self._encoded(text), [png for message in messages for png in message.get("images", ())]
         return self._with_pictures(ids, pictures) if pictures else Answer(np.asarray(ids, np.int32))
 
@@ -232,27 +241,65 @@ class TurnTemplate:
             return False
         return True
 
-    def _after_model_turn(self, messages: Sequence[Message]) -> str:
+    def _after_model_turn(self, messages: Sequence[Message], end: int | None = None) -> str:
         """Render a conversation with these messages and return the text after the model's turn."""
-        conversation: list[dict[str, Any]] = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": MODEL_TURN_MARK},
-            *messages,
-        ]
-        text = within_limits(
+        answered = [] if self._arguments is None else [it for it in enumerate(messages) if it[1]["role"] == "tool"]
+        ids = {number: message.get("tool_call_id", f"call{number:05d}") for number, message in answered}
+        messages = [it | ({"tool_call_id": ids[number]} if number in ids else {}) for number, it in enumerate(messages)]
+        calls = [self._call(messages[number]) for number in ids]
+        *before, turn = self._around_marks(calls)
+        if not before:
+            return ""  # the template drops the model's turn
+        text = self._around_marks(calls, messages, len(before))[-1]  # answers may mention the mark
+        found = self._ends.search(turn)
+        if found and (calls or not turn[: found.start()].strip()):
+            rest = text.removeprefix(turn[: found.start()])
+            written = self._ends.match(rest) or self._end_of_message(rest)
+            return rest[written.end() :] if written else rest
+        rest = text.removeprefix(turn.removesuffix(self._around_marks([])[-1])) if calls else text
+        # The role of the next message may be the token that ends a turn, such as <|user|>.
+        role = self._ends.match(rest.lstrip())
+        is_written = role is not None and (end is None or role[0] == self._tokenizer.decode([end]))
+        return rest.lstrip()[role.end() :] if role and is_written else rest
+
+    def _end_of_message(self, text: str) -> re.Match[str] | None:
+        """Match the token at the start of the text if it also ends a user's message: <|end|>, which stands for the
+        <|return|> of a conversation's last turn."""
+        found = self._special.match(text)
+        ended = self._rendered([{"role": "user", "content": PROBE}], False).rpartition(PROBE)[2]
+        return found if found and ended.startswith(found[0]) else None
+
+    def _around_marks(self, calls: list[Any], messages: Sequence[Message] = (), count: int = -1) -> list[str]:
+        """Split a turn of the model and the messages after it at the first marks, as many as `count`; -1: all."""
+        turn = {"role": "assistant", "content": MODEL_TURN_MARK} | ({"tool_calls": calls} if calls else {})
+        text = self._rendered([{"role": "user", "content": "?"}, turn, *messages], bool(messages))
+        return text.split(MODEL_TURN_MARK, count)
+
+    def _rendered(self, conversation: list[Message], generation_prompt: bool) -> str:
+        options = {"add_generation_prompt": True} | self._kwargs
+        if not generation_prompt:
+            options["add_generation_prompt"] = False
+        return within_limits(
             self._template,
             lambda: str(
                 self._tokenizer.apply_chat_template(
-                    conversation,
-                    chat_template=self._template,
-                    tokenize=False,
-                    **({"add_generation_prompt": True} | self._kwargs),
+                    conversation, chat_template=self._template, tokenize=False, **options
                 )
             ),
         )
-        text_after = text.partition(MODEL_TURN_MARK)[2]
-        between, end, rest = text_after.partition(str(self._tokenizer.eos_token))
-        return rest if end and not between.strip() else text_after  # the model wrote this token itself
+
+    def _call(self, message: Message) -> dict[str, Any]:
+        """The call that a tool's message answers."""
+        function = {"name": message.get("name", "tool"), "arguments": self._arguments}
+        return {"id": message["tool_call_id"], "type": "function", "function": function}
+
+    def _find_arguments(self) -> bool:
+        """Find arguments that the template renders in calls before tools' answers. Return whether it renders them."""
+        arguments = {"x": MODEL_TURN_MARK}
+        for self._arguments in (arguments, json.dumps(arguments), None):
+            if self._problem("tool") is None:
+                return True
+        return False
 
     def _problem(self, role: str) -> str | None:
         """Return why a message of this role cannot follow a turn of the model; None if it can."""
@@ -270,4 +317,8 @@ def _in_parts(message: Message) -> Message:
     if not images:
         return message
     parts = [*({"type": "image"} for _ in images), {"type": "text", "text": message["content"]}]
-    return {"role": message["role"], "content": parts}
+    return {**{key: value for key, value in message.items() if key != "images"}, "content": parts}
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")

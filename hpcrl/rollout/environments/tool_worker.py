@@ -77,7 +77,7 @@ def work(pipe: Connection, source: AgentSource) -> None:
         try:
             if "tool" in request:
                 call = request["tool"], request["arguments"], request["record"]
-                return Outcome("ok", run_tool(tools, *call, source.max_image_pixels))
+                return Outcome("ok", run_tool(tools, *call, source.max_image_pixels, request["is_text"]))
             assert user is not None
             return Outcome("ok", call_user(user, request["state"], request["record"], request["messages"]))
         except BaseException as error:
@@ -103,15 +103,17 @@ def run_tool(
     arguments: dict[str, Any],
     record: Mapping[str, Any] | None,
     max_image_pixels: int = 0,
+    is_text: bool = False,
 ) -> ToolAnswer:
-    """Call a tool. An unknown name or bad arguments return a rejected answer; the tool's exceptions are raised."""
+    """Call a tool. An unknown name or bad arguments return a rejected answer; the tool's exceptions are raised.
+    is_text: as of ToolCall."""
     if name not in tools:
         near = get_close_matches(name, tools, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         return ToolAnswer(f"no tool {name[:80]!r}; {hint}tools: {', '.join(tools)}", {}, rejected=True)
     found = tools[name]
     try:
-        values = found.arguments(arguments)
+        values = found.arguments(arguments, is_text)
     except BadArguments as error:
         return ToolAnswer(str(error), {}, rejected=True)
     if found.needs_row:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from hpcrl.algorithms.parameters import Registry
@@ -97,8 +97,12 @@ class Tool:
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the function's keyword arguments. Raises BadArguments if `given` does not follow the schema."""
+    def arguments(self, given: dict[str, Any], is_text: bool = False) -> dict[str, Any]:
+        """Return the function's keyword arguments. Raises BadArguments if `given` does not follow the schema. is_text:
+        its values are texts, which become values of the parameters' types."""
+        if is_text:
+            types = {info.alias or field: info.annotation for field, info in self.model.model_fields.items()}
+            given = {key: _value_of(text, types[key]) if key in types else text for key, text in given.items()}
         try:
             found = self.model.model_validate_json(json.dumps(given), strict=True)
         except ValidationError as error:
@@ -163,6 +167,29 @@ def _arguments(lines: list[str]) -> dict[str, str]:
     return descriptions
 
 
+def _value_of(text: str, kind: Any) -> Any:
+    """The JSON value of this type that a text stands for: None, the text itself, or what it is as JSON or a bool of
+    Python; the text if it is none of them."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+
+    def accepts(value: Any) -> bool:
+        try:
+            adapter.validate_json(json.dumps(value), strict=True)
+        except ValidationError:
+            return False
+        return True
+
+    word = text.strip()
+    if word in ("null", "None") and accepts(None):
+        return None
+    if accepts(text):
+        return text
+    try:
+        return word == "True" if word in ("True", "False") else json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 def _problem(error: Any) -> str:
     place = ".".join(map(str, error["loc"]))
     return f"{place}: {error['msg']}" if place else str(error["msg"])
@@ -173,23 +200,28 @@ HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """`arguments` are JSON values by parameter, not yet validated."""
+    """`arguments` are by parameter, not yet validated: JSON values, or with `is_text` texts without types. id: as the
+    model wrote it, if its format has one."""
 
     name: str
     arguments: dict[str, Any]
+    id: str | None = None
+    is_text: bool = False
 
 
 @dataclass(frozen=True)
 class BadCall:
-    """A malformed call; `why` is the error that the model reads."""
+    """A malformed call; `why` is the error that the model reads. name: "" if unknown. id: as of ToolCall."""
 
     why: str
+    name: str = ""
+    id: str | None = None
 
 
 Call: TypeAlias = ToolCall | BadCall
 Parser: TypeAlias = Callable[[str], list[Call]]  # a turn's text without its end-of-sequence token -> calls in order
 
-PARSERS: Registry[Parser] = Registry("rollout.multi_turn.format", __name__)
+PARSERS: Registry[Parser] = Registry("rollout.multi_turn.format", __name__, "hpcrl.rollout.environments.call_formats")
 
 
 def register_tool_parser(name: str) -> Callable[[Parser], Parser]:
@@ -227,7 +259,7 @@ def plain_json(text: str) -> list[Call]:
             value, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
             if values or '"name"' in text:
-                return [*_calls(values), BadCall(f"not JSON: {_short(error)}")]
+                return [*_calls(values), BadCall(f"not JSON: {short(error)}")]
             return []
         values += value if isinstance(value, list) else [value]
         while place < len(text) and text[place] in " \t\r\n;,":
@@ -243,7 +275,7 @@ def call_of_json(text: str) -> Call:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return BadCall(f"not JSON: {_short(error)}")
+        return BadCall(f"not JSON: {short(error)}")
     return call_of(value)
 
 
@@ -256,11 +288,11 @@ def call_of(value: Any) -> Call:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            return BadCall(f"arguments are not JSON: {_short(error)}")
+            return BadCall(f"arguments are not JSON: {short(error)}")
     if not isinstance(arguments, dict):
         return BadCall(f"arguments are a {type(arguments).__name__}; expected an object")
     return ToolCall(value["name"], arguments)
 
 
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:160]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_NAME = 80  # characters of a name or an id that the model wrote
 MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of them
 
 Record = Mapping[str, Any]
@@ -49,7 +50,8 @@ class _Dialog:
     conversation: Conversation
     messages: list[Message] = field(default_factory=list)
     pending: list[int | str] = field(default_factory=list)
-    calls_tools: bool = False  # False: calls the simulated user
+    calls: Sequence[Call] = ()  # of the latest turn; none: `pending` is the simulated user's request
+    end: int | None = None  # last token of the latest turn
     num_answers: int = 0
     num_tool_calls: int = 0
     turn_scores: list[float] = field(default_factory=list)
@@ -83,6 +85,7 @@ class TurnHandler:
         dialog = self._dialogs.setdefault(number, _Dialog(record, conversation))
         text = self.text_of(turn)
         dialog.messages.append({"role": "assistant", "content": text})
+        dialog.end = int(turn[-1]) if len(turn) else None
         if conversation.finish_reason not in ("stop", None):
             self._end(number, conversation.finish_reason)
         elif not self._may_answer(dialog):
@@ -111,12 +114,10 @@ class TurnHandler:
 
     def _start_calls(self, dialog: _Dialog, text: str) -> bool:
         """Start the tool calls of the turn, or the user's. Return whether there are any."""
-        calls = self._tool_calls(text)
-        if calls:
-            dialog.calls_tools = True
-            dialog.pending = [self._begin(call, dialog) for call in calls]
+        dialog.calls = self._tool_calls(text)
+        if dialog.calls:
+            dialog.pending = [self._begin(call, dialog) for call in dialog.calls]
         elif self.cfg.interaction_path is not None:
-            dialog.calls_tools = False
             request = {"state": dialog.state, "record": dialog.record, "messages": dialog.messages}
             dialog.pending = [self.pool.submit(request)]
         return bool(dialog.pending)
@@ -139,7 +140,8 @@ class TurnHandler:
         if isinstance(call, BadCall):
             self.counts["rejected"] += 1
             return f"error: {call.why}"
-        return self.pool.submit({"tool": call.name, "arguments": call.arguments, "record": dialog.record})
+        request = {"tool": call.name, "arguments": call.arguments, "is_text": call.is_text, "record": dialog.record}
+        return self.pool.submit(request)
 
     def _is_answered(self, dialog: _Dialog) -> bool:
         return all(isinstance(pending, str) or self.pool.has(pending) for pending in dialog.pending)
@@ -148,14 +150,14 @@ class TurnHandler:
         """All pending calls have ended."""
         outcomes = [pending if isinstance(pending, str) else self.pool.take(pending) for pending in dialog.pending]
         dialog.pending = []
-        if dialog.calls_tools:
-            answers = [self._tool_message(found) for found in outcomes]
+        if dialog.calls:
+            answers = [self._tool_message(call, found) for call, found in zip(dialog.calls, outcomes, strict=True)]
         else:
             answers = self._user_messages(dialog, outcomes[0])
         if not answers:
             self._end(number, "stop")
             return
-        answer = self.template.answer(answers)
+        answer = self.template.answer(answers, dialog.end)
         if dialog.conversation.num_tokens + len(answer.token_ids) >= self.max_tokens:  # no room for the model
             self._end(number, "length")
             return
@@ -163,10 +165,12 @@ class TurnHandler:
         dialog.num_answers += 1
         self._results.append(TurnResult(number, answer))
 
-    def _tool_message(self, outcome: Outcome | str) -> Message:
+    def _tool_message(self, call: Call, outcome: Outcome | str) -> Message:
         text, images = (outcome, ()) if isinstance(outcome, str) else self._tool_answer(outcome)
         limit, side = self.cfg.max_tool_response_length, self.cfg.tool_response_truncate_side
-        return {"role": "tool", "content": self.template.shortened(text, limit, side), "images": images}
+        message = {"role": "tool", "content": self.template.shortened(text, limit, side), "images": images}
+        names = {"name": call.name[:MAX_NAME], "tool_call_id": (call.id or "")[:MAX_NAME]}
+        return message | {key: text for key, text in names.items() if text}
 
     def _tool_answer(self, outcome: Outcome) -> tuple[str, tuple[bytes, ...]]:
         """Text and pictures."""

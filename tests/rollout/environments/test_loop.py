@@ -5,6 +5,7 @@ The model is scripted; tools and users run in their real processes.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,10 +19,13 @@ from hypothesis import strategies as st
 from hpcrl.algorithms.metrics import finish
 from hpcrl.algorithms.parameters import UnknownName
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
+from hpcrl.data.conversations import Conversations
+from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rollout.environments.loop import AgentLoop
 from hpcrl.rollout.environments.turn_handler import turn_metrics
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.runtime.exits import InputError
+from tests.chat_families import FAMILIES
 from tests.rollout.environments.scripted import ScriptedEngine
 
 TOOLS = """
@@ -319,6 +323,30 @@ def test_a_user_goes_on_until_satisfied(run: Run, files: Path, tokenizer: Any) -
     assert found[0].turn_scores == (0.5, -0.5) and found[0].num_tool_calls == 1 and found[0].finish_reason == "stop"
     assert found[1].turn_scores == (-0.5,) and found[1].num_turns == 1
     assert (found[2].num_turns, found[3].num_turns, metrics["tools/user_failures"]) == (1, 2, 2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turns_of_model_families_are_those_of_sft(files: Path, tmp_path: Path, name: str) -> None:
+    """Tokens in are tokens out: over three turns, the response is what SFT trains on, bit for bit, with its mask."""
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": family.conversation()}) + "\n")
+    data = DataConfig(max_prompt_length=999, max_response_length=999)
+    prompt, response, mask = Conversations(str(tmp_path / "rows.jsonl"), tokenizer, data, "messages", "all").sequence(0)
+    turns = iter(np.split(response, np.flatnonzero(np.diff(mask)) + 1)[::2])
+    cfg = MultiTurnConfig(enable=True, function_tool_path=str(files / "tools.py"), format=family.format)
+    loop = AgentLoop(cfg, data, tokenizer)
+    try:
+        engine = ScriptedEngine(lambda request: next(turns))
+        sampling = SamplingParams(999, eos_token_ids=end_token_ids(tokenizer))
+        (found,), metrics = loop.run(engine, [Request(prompt.tolist(), "0")], None, sampling, seed=0, step=0)
+    finally:
+        loop.close()
+    last = len(mask) - int(mask[::-1].argmax())  # a template may write a line break behind it
+    assert tokenizer.decode(found.token_ids) == tokenizer.decode(response[:last])
+    assert found.token_ids.tolist() == response[:last].tolist() and found.mask.tolist() == mask[:last].tolist()
+    assert (found.num_turns, found.num_tool_calls, finish(metrics)["tools/rejected"]) == (3, 2, 0)
+    check_tokens([found], engine, 999)
 
 
 def test_nobody_is_asked_for_nothing(make: Callable[..., AgentLoop]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -34,9 +35,80 @@ def test_json_finds_calls_in_a_list_or_one_after_the_other(calls: list[ToolCall]
     assert plain_json(f" {text}\n") == calls
 
 
-@given(st.text(st.sampled_from('<tool_cal>/{}[]":, namergust12\\')) | st.text())
+# Two calls in each format, after reasoning that mentions a mark of calls.
+WRITTEN = {
+    "qwen3_coder": "so <tool_call></think>\n\n<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n"
+    "<parameter=y>\n\n a</function>\n\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call><function=g></function></tool_call>",
+    "glm45": "<think>so <tool_call></think>\n<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n<arg_key>y"
+    "</arg_key><arg_value>\n a</function>\n</arg_value></tool_call>\n<tool_call>g</tool_call>",
+    "minimax_m2": 'so <minimax:tool_call></think>\n\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">1'
+    '</parameter>\n<parameter name="y">\n a</function>\n</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n'
+    "</minimax:tool_call>",
+    "kimi_k2": "so <|tool_calls_section_begin|></think><|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    '<|tool_call_argument_begin|>{"x": 1, "y": "\\n a</function>\\n"}<|tool_call_end|><|tool_call_begin|>functions.g:1'
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "openai": "<|channel|>analysis<|message|>to=f {}<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+    '<|constrain|>json<|message|>{"x": 1, "y": "\\n a</function>\\n"}<|call|><|start|>assistant to=functions.g'
+    "<|channel|>commentary json<|message|>{}",
+    "apertus": "<|inner_prefix|>f<|inner_suffix|><|tools_prefix|>"
+    '[{"f": {"x": 1, "y": "\\n a</function>\\n"}}, {"g": {}}]',
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_in_the_formats_of_model_families(name: str) -> None:
+    first, second = PARSERS.get(name)(WRITTEN[name])
+    assert isinstance(first, ToolCall) and isinstance(second, ToolCall)
+    x = "1" if first.is_text else 1
+    assert (first.name, first.arguments) == ("f", {"x": x, "y": "\n a</function>\n"})
+    assert (second.name, second.arguments) == ("g", {}) and first.is_text == second.is_text
+    assert (first.id, second.id) == (("functions.f:0", "functions.g:1") if name == "kimi_k2" else (None, None))
+    assert PARSERS.get(name)("The answer to=5 is <b>3</b> [1] {2}.") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("qwen3_coder", '<tool_call>{"name": "f"}</tool_call>', "expected <function=NAME>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=x>1</function></tool_call>", "found '<parameter=x>1"),
+        ("qwen3_coder", "<tool_call><function=f>", "<tool_call> without </tool_call>"),
+        ("glm45", "<tool_call>f<arg_key>x</arg_key>1</tool_call>", "expected NAME<arg_key>"),
+        ("glm45", "<tool_call>\n</tool_call>", "expected NAME<arg_key>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"></minimax:tool_call>', "expected <invoke"),
+        ("kimi_k2", "<|tool_calls_section_begin|>f<|tool_calls_section_end|>", "<|tool_call_begin|> without"),
+        ("openai", "<|start|>assistant to=functions.f<|message|>{", "arguments are not JSON"),
+        ("openai", "<|start|>assistant to=functions.f<|message|>[1]", "arguments are a list"),
+        ("apertus", "<|tools_prefix|>[{", "not JSON"),
+        ("apertus", '<|tools_prefix|>{"f": {}}', "expected [{NAME: {...}}]"),
+    ],
+)
+def test_malformed_calls_of_model_families_say_why(name: str, text: str, why: str) -> None:
+    (found,) = PARSERS.get(name)(text)
+    assert isinstance(found, BadCall) and why in found.why and len(found.why) < 300
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_long_hostile_texts_take_linear_time(name: str) -> None:
+    """Quadratic time would take hours."""
+    parser, text = PARSERS.get(name), WRITTEN[name].rpartition("</think>")[2]
+    for place in range(0, len(text), 40):
+        parser(text[:place] + text[max(place - 40, 0) : place] * 10_000)
+        parser(text[:place] + " \n" * 200_000)
+        parser(text[:place] * 5_000)
+    parser(text.replace("</parameter>", "").replace("</arg_value>", "") * 5_000)
+
+
+MARKS = re.findall(r"<\|?[a-z_:]+\|?>|</[a-z_:]+>", " ".join(WRITTEN.values())) + ["<function=f>", '<invoke name="f">']
+
+
+@given(
+    st.text(st.sampled_from('<tool_cal>/{}[]":, namergust12\\'))
+    | st.text()
+    | st.lists(st.sampled_from(MARKS) | st.sampled_from(["f", "\n", " to=f", "{}", "[{}]", ":0"])).map("".join)
+)
 def test_no_text_raises(text: str) -> None:
-    for parser in (hermes, plain_json):
+    for parser in PARSERS.entries().values():
         assert all(isinstance(call, ToolCall | BadCall) for call in parser(text))
 
 

@@ -57,6 +57,26 @@ def test_schema_is_made_of_signature_hints_and_docstring() -> None:
     assert "title" not in str(parameters["properties"])
 
 
+@tool
+def untyped(
+    word: str, count: int, share: float, flag: bool, unit: Literal["C", 7], place: Place, note: str | None, other: Any
+) -> list[Any]:
+    return [word, count, share, flag, unit, place, note, other]
+
+
+@pytest.mark.parametrize("flag", ["true", "True"])
+@pytest.mark.parametrize("none", ["null", "None"])
+def test_values_that_are_text_get_the_types_of_the_schema(flag: str, none: str) -> None:
+    """As the formats of Qwen3.5 and GLM-4.5 have them."""
+    given = {"word": "5", "count": "5", "share": " 5", "flag": flag, "unit": "7", "place": '{"city": "Bonn"}'}
+    found = Tool.of(untyped).arguments(given | {"note": none, "other": "[1]"}, is_text=True)
+    assert list(found.values()) == ["5", 5, 5.0, True, 7, Place("Bonn"), None, "[1]"]
+    for name, text in (("count", "5.5"), ("count", "1" * 5000), ("flag", "yes"), ("place", "[" * 10**5), ("extra", "")):
+        with pytest.raises(BadArguments, match=rf"untyped: {name}"):
+            Tool.of(untyped).arguments(given | {"note": "null", "other": "", name: text}, is_text=True)
+    assert Tool.of(untyped).arguments(given | {"note": "nothing", "other": "", "word": none}, True)["word"] == none
+
+
 def test_arguments_that_follow_the_schema_reach_the_function() -> None:
     tools = {"forecast": Tool.of(forecast)}
     given = {"place": {"city": "Bern"}, "days": 2, "json": [1, 2.5]}
