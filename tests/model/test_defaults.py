@@ -38,7 +38,11 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_h
 EXPERTS: dict[str, Keys] = {
     "mixtral": {"num_local_experts": 4},
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), {"num_experts": 16, "moe_intermediate_size": 12}),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), {**LATENT, "n_routed_experts": 16, "moe_intermediate_size": 12}),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"), {**LATENT, "n_routed_experts": 16, "moe_intermediate_size": 12}
+    ),
+    "glm4_moe": {"n_routed_experts": 16, "moe_intermediate_size": 12},
+    "minimax_m2": {"num_local_experts": 16},
 }
 # transformers 4.57 and 5 have different defaults of rope_theta, and with its own ones DeepSeek-V2 fails there.
 REQUIRED: dict[str, Keys] = {
@@ -53,7 +57,12 @@ OTHERS: Keys = (
     | {"decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": True, "num_experts_per_tok": 3}
     | {"q_lora_rank": 24, "first_k_dense_replace": 1, "n_shared_experts": 3, "routed_scaling_factor": 3.0}
     | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    | {"use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.75, "rotary_dim": 8}
+    | {"no_rope_layers": [1, 0, 1, 0, 0], "no_rope_layer_interval": 2}
+    | {"rope_local_base_freq": 55.0, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}
 )
+# Of models whose config class in transformers has another model_type.
+CLASSES = {"kimi_k2": "deepseek_v3"}
 ROPE = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, "original_max_position_embeddings": 64}
 TOWER: dict[str, Keys] = {
     "qwen2_5_vl": {"window_size": 8, "fullatt_block_indexes": [1], "tokens_per_second": 2},
@@ -85,7 +94,7 @@ def file(family: str, text: Keys, tower: Keys, top: Keys) -> Keys:
 
 def parts(family: str) -> tuple[Keys, Keys, Keys]:
     """The sections of a file that has every key, none with its default."""
-    own = {**OTHERS, **FAMILIES[family].fixed}
+    own = {**OTHERS, **FAMILIES[family].fixed, **({"attention_bias": False} if family == "seed_oss" else {})}
     text = sizes(family) | {key: own[key] for key in [*DEFAULTS[family], *FAMILIES[family].fixed] if key in own}
     if family not in TOWER:
         return {**text, "rope_scaling": ROPE}, {}, {}
@@ -113,13 +122,18 @@ def files(family: str, value: Any = ...) -> Iterator[tuple[str, Keys]]:
 def completed(config: Keys) -> Keys:
     """The file with every default of transformers."""
     config = json.loads(json.dumps(config))
-    return dict(json.loads(json.dumps(CONFIG_MAPPING[config.pop("model_type")](**config).to_dict())))
+    return dict(json.loads(json.dumps(config_class(config.pop("model_type"))(**config).to_dict())))
+
+
+def config_class(family: str) -> Any:
+    return CONFIG_MAPPING[CLASSES.get(family, family)]
 
 
 def described(config: Keys) -> Keys:
     """The fields of the shape, and of the tower those that the model has."""
     shape = shape_from_hf(config)
-    found = {each.name: getattr(shape, each.name) for each in fields(shape)}
+    found = {each.name: getattr(shape, each.name) for each in fields(shape) if each.compare}
+    found["family"] = CLASSES.get(shape.family, shape.family)
     if shape.vision is not None:
         found |= {each.name: getattr(shape.vision, each.name) for each in fields(shape.vision)}
         found["config"] = {key: shape.vision.tower[key] for key in {**TOWER_SIZES, **TOWER[shape.family]}}
@@ -148,7 +162,7 @@ def test_an_absent_key_has_the_default_of_transformers(family: str) -> None:
             assert str(caught.value) == str(error)
         else:
             assert described(config) == expected, key
-    assert seen >= {*DEFAULTS[family], *FAMILIES[family].fixed} - {"layer_types"}
+    assert seen >= {*DEFAULTS[family], *FAMILIES[family].fixed} - {"layer_types", "rope_parameters"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -181,7 +195,10 @@ SMALL: dict[str, Keys] = {
     "qwen3_vl_moe": {"num_key_value_heads": 4, "head_dim": 128},
     "deepseek_v2": {"q_lora_rank": 24},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 5, "num_key_value_heads": 4},
-    "deepseek_v3": {"q_lora_rank": 24, "num_key_value_heads": 8},
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), {"q_lora_rank": 24, "num_key_value_heads": 8}),
+    **dict.fromkeys(("seed_oss", "glm4_moe", "minimax_m2"), {"num_key_value_heads": 4}),
+    "ministral": {"num_key_value_heads": 4, "head_dim": 4},
+    "smollm3": {"pad_token_id": 1},
 }
 
 
@@ -191,7 +208,7 @@ def write_small(family: str, folder: Path, **keys: Any) -> transformers.PreTrain
     config = file(family, text, {**TOWER_SIZES, "out_hidden_size": text["hidden_size"], **TOWER.get(family, {})}, {})
     kept = json.loads(json.dumps(config))
     torch.manual_seed(0)
-    model = getattr(transformers, FAMILIES[family].architecture)(CONFIG_MAPPING[config.pop("model_type")](**config))
+    model = getattr(transformers, FAMILIES[family].architecture)(config_class(config.pop("model_type"))(**config))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * (32 / text["hidden_size"]) ** 0.5 * torch.randn_like(parameter))
