@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import transformers
 
 from hpcrl.config.schema import ModelConfig, RopeScalingConfig
-from hpcrl.model.architecture import shape_from_yaml
+from hpcrl.model.architecture import shape_from_yaml, shape_of
 from hpcrl.model.build import initial_weight
 from hpcrl.model.families.config_json import hf_config, shape_from_hf
 from hpcrl.runtime.exits import InputError
-from tests.model.families import MODELS, SIZES, WINDOWS
+from tests.model.families import MODELS, SIZES, WINDOWS, make_model
 
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "num_experts": 4, "moe_ffn_hidden_size": 64}
 
@@ -44,8 +44,19 @@ def test_impossible_shapes_are_refused(config, words):
         shape_from_yaml(config, vocab_size=100)
 
 
-NOT_IN_YAML = ("exaone4", *WINDOWS)
-IN_YAML = [name for name, (kind, _) in MODELS.items() if not kind.startswith("deepseek") and name not in NOT_IN_YAML]
+NAMED = get_args(ModelConfig.model_fields["family"].annotation)
+IN_YAML = [name for name, (kind, _) in MODELS.items() if kind in NAMED and name not in WINDOWS]
+
+
+def test_any_architecture_is_given_by_the_keys_of_its_config_json() -> None:
+    theirs = make_model("apertus").config.to_dict()
+    assert shape_from_yaml(ModelConfig(hf_config=theirs), vocab_size=40) == shape_from_hf(theirs)
+    with pytest.raises(InputError, match="model.hf_config.vocab_size=50 is below the tokenizer's 51; raise it"):
+        shape_from_yaml(ModelConfig(hf_config=theirs), vocab_size=51)
+    with pytest.raises(InputError, match="model.hf_config: model_type=gpt2; expected one of"):
+        shape_from_yaml(ModelConfig(hf_config={"model_type": "gpt2"}), vocab_size=51)
+    with pytest.raises(InputError, match="model.path=x and model.hf_config describe a model each"):
+        shape_of(ModelConfig(path="x", hf_config=theirs), 0)
 
 
 @pytest.mark.parametrize("name", IN_YAML)
