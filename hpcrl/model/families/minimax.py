@@ -40,8 +40,14 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     head_dim, rotated = head_dim_of(config), config["rotary_dim"]
     partial = {} if rotated is None else {PARTIAL: rotated / head_dim}
     attention = attention_of(config, rope_of({**partial, **config}, head_dim), qk_norm="all")
-    sizes = (config[key] for key in ("hidden_size", "num_local_experts", "intermediate_size", "num_experts_per_tok"))
-    mixture = MixtureOfExperts(*sizes, score_function="sigmoid", has_score_bias=True)
+    mixture = MixtureOfExperts(
+        config["hidden_size"],
+        config["num_local_experts"],
+        config["intermediate_size"],
+        config["num_experts_per_tok"],
+        score_function="sigmoid",
+        has_score_bias=True,
+    )
     return {"blocks": (Layer(attention, mixture, Norms()),) * config["num_hidden_layers"]}
 
 
