@@ -97,17 +97,19 @@ class Vision:
         return time * height * width // self.merge_size**2
 
 
-def vision_from_hf(config: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int) -> Vision:
-    """Return the tower described by config.json, where `rope` is the section of the rotary embedding. Raises InputError
-    for an unsupported one."""
+def vision_from_hf(config: Mapping[str, Any], rope: Mapping[str, Any], rope_dim: int) -> Vision:
+    """Return the tower described by config.json, where `rope` is the section of the rotary embedding of `rope_dim`
+    numbers. Raises InputError for an unsupported one."""
     tower, is_qwen2_5 = config.get("vision_config"), config["model_type"] == "qwen2_5_vl"
+    is_qwen3_5 = config["model_type"].startswith("qwen3_5")
     if not isinstance(tower, dict):
         raise InputError(f"vision_config={tower!r}; expected the description of the vision tower")
     config, tower, rope = (
         {key: value for key, value in section.items() if value is not None} for section in (config, tower, rope)
     )
-    ids = {key: config.get(key, default) for key, default in _IDS.items()}
-    sections: Any = rope.get("mrope_section", [16, 24, 24] if is_qwen2_5 else [24, 20, 20])
+    ids = {key: config.get(key, default) for key, default in (_IDS_3_5 if is_qwen3_5 else _IDS).items()}
+    usual = [16, 24, 24] if is_qwen2_5 else [11, 11, 10] if is_qwen3_5 else [24, 20, 20]
+    sections: Any = rope.get("mrope_section", usual)
     for key, token in ids.items():
         if not isinstance(token, int):
             raise InputError(f"{key}={token!r}; expected the id of a token")
@@ -117,10 +119,11 @@ def vision_from_hf(config: Mapping[str, Any], rope: Mapping[str, Any], head_dim:
     sound = (
         isinstance(sections, list) and len(sections) == 3 and all(isinstance(it, int) and it >= 0 for it in sections)
     )
-    if not sound or 2 * sum(sections) != head_dim:
-        raise InputError(f"mrope_section={sections!r}; expected three numbers whose sum is {head_dim // 2}")
+    if not sound or 2 * sum(sections) != rope_dim:
+        raise InputError(f"mrope_section={sections!r}; expected three numbers whose sum is {rope_dim // 2}")
+    of_family = _QWEN2_5 if is_qwen2_5 else _QWEN3_5 if is_qwen3_5 else _QWEN3
     vision = Vision(
-        json.dumps({**_DEFAULTS, **(_QWEN2_5 if is_qwen2_5 else _QWEN3), **tower}, sort_keys=True),
+        json.dumps({**_DEFAULTS, **of_family, **tower}, sort_keys=True),
         **ids,
         mrope_section=tuple(sections),
         mrope_interleaved=not is_qwen2_5,
@@ -137,6 +140,12 @@ _IDS = {
     "video_token_id": 151656,
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
+}
+_IDS_3_5 = {
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
 }
 _DEFAULTS = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _QWEN2_5 = {
@@ -158,6 +167,7 @@ _QWEN3 = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
+_QWEN3_5 = {**_QWEN3, "deepstack_visual_indexes": []}
 _SIZES = ("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "patch_size")
 _MERGED = ("spatial_merge_size", "temporal_patch_size", "out_hidden_size")
 

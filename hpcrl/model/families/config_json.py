@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hpcrl.model.blocks.attention import HeadsBlock
+from hpcrl.model.blocks.block import Layer
 from hpcrl.model.families.family import COMMON, Family, head_dim_of, layer_types_of
-from hpcrl.model.families.rope_keys import FULL, SLIDING, rope_from_hf, rope_section, rope_to_hf
+from hpcrl.model.families.rope_keys import FULL, SLIDING, rope_from_hf, rope_of, rope_section, rope_to_hf
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import MOST_LAYERS, VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
@@ -148,14 +151,26 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
         "init_std": config["initializer_range"],
         "tie_word_embeddings": config["tie_word_embeddings"],
         "family": name,
-        "vision": None if family.tower is None else vision_from_hf(whole, rope_section(config), head_dim),
+        "vision": None,
     }
+    if family.tower is not None:
+        fields["vision"] = vision_from_hf(whole, rope_section(config), rope_of(config, head_dim).dim)
     fields |= family.fields(config)
     if "blocks" in fields:
+        if (vision := fields["vision"]) is not None:
+            fields["blocks"] = tuple(_with_axes(layer, vision.rope_axes) for layer in fields["blocks"])
         return ModelShape(**fields, hf_keys=json.dumps(whole, sort_keys=True))
     theta, scaling = rope_from_hf(config)
     flat = {"windows": windows_of(config, name), "rope_theta": theta, "rope_scaling": scaling}
     return ModelShape(**{**flat, **fields})
+
+
+def _with_axes(layer: Layer, axes: tuple[int, ...]) -> Layer:
+    """Return the layer of a model with pictures."""
+    attention = layer.attention
+    if not isinstance(attention, HeadsBlock) or attention.rope is None:
+        return layer
+    return replace(layer, attention=replace(attention, rope=replace(attention.rope, axes=axes)))
 
 
 _SIZES = (
