@@ -47,9 +47,9 @@ def gated_delta_rule(
     """
     if is_fused(query, key):
         bounds = torch.tensor([0, *np.cumsum(lengths).tolist()], device=query.device)
-        tensors = (part.unsqueeze(0) for part in (query, key, value, log_decay, beta))
+        packed = (part.unsqueeze(0) for part in (query, key, value, log_decay, beta))
         options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        output, last = _fla().chunk_gated_delta_rule(*tensors, cu_seqlens=bounds, **options)
+        output, last = _fla().chunk_gated_delta_rule(*packed, cu_seqlens=bounds, **options)
         return output.squeeze(0), last
     if state is None:
         size = len(lengths), *value.shape[1:2], key.size(2), value.size(2)

@@ -387,7 +387,7 @@ def initial_weight(
     if name in params.SCALAR_HEADS.values() or name.endswith("lora_B"):
         return torch.zeros(global_shape)
     std = shape.init_std
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")):
         std /= math.sqrt(2 * shape.num_layers)
     key = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))

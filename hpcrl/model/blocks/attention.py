@@ -145,7 +145,7 @@ class Attention(HeadsBlock):
 
     @property
     def supports(self) -> frozenset[Feature]:
-        found: tuple[Feature, ...] = ("adapters", "transformer_engine", "fp8", "planned_cp")
+        found: tuple[Feature, ...] = ("adapters", "transformer_engine", "fp8", "context_parallel", "planned_cp")
         return frozenset(found if self.window is not None else (*found, "exact"))
 
     @property

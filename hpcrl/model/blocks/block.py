@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 Size: TypeAlias = tuple[int, ...]  # of a tensor
 # How tensor parallelism splits a weight: not, by rows, by columns, or each half of the rows.
 Cut = Literal["whole", "rows", "cols", "gated"]
-# exact: see hpcrl.model.exact. planned_cp: `hpcrl plan` counts its memory under context parallelism.
-Feature = Literal["exact", "adapters", "transformer_engine", "fp8", "planned_cp"]
+# exact: see hpcrl.model.exact. context_parallel: ranks may divide the tokens of sequences. planned_cp: `hpcrl plan`
+# counts its memory then.
+Feature = Literal["exact", "adapters", "transformer_engine", "fp8", "context_parallel", "planned_cp"]
 
 
 class Projection(NamedTuple):

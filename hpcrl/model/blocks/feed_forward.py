@@ -32,7 +32,7 @@ class FeedForward(Block):
 
     @property
     def supports(self) -> frozenset[Feature]:
-        return frozenset(("exact", "adapters", "transformer_engine", "fp8", "planned_cp"))
+        return frozenset(("exact", "adapters", "transformer_engine", "fp8", "context_parallel", "planned_cp"))
 
     @property
     def inner_width(self) -> int:

@@ -1,0 +1,117 @@
+"""The gated delta net. No torch; modules are in `gated_delta_modules`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from hpcrl.model.blocks.block import Block, CachedState, Projection, Weight
+from hpcrl.model.blocks.micro_batch import FP32, Computation, Held, Launches, Matrix, MicroBatch, Products
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from torch import Tensor
+
+    from hpcrl.model.blocks.attention_modules import Linear
+    from hpcrl.model.blocks.gated_delta_modules import GatedDeltaStep
+    from hpcrl.runtime.groups import RoleGroups
+
+
+GATED_DELTA = Launches(68, 172, 47, 40)  # with the norms and sums of the layer
+CHUNK = 64  # tokens of `hpcrl.kernels.delta_rule`
+
+
+@dataclass(frozen=True)
+class GatedDelta(Block):
+    """A gated delta net (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next has it: queries, keys and values after a
+    short convolution, the gated delta rule, a gated norm of each head.
+
+    Each key head has num_v_heads / num_k_heads value heads. Tensor parallelism divides the key heads, so weights have
+    the rows of one key head after the other.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_width: int = 4
+
+    title: ClassVar[str] = "a gated delta net"
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.num_v_heads // self.num_k_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a token in all value heads."""
+        return self.num_v_heads * self.head_v_dim
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token in all queries, keys and values."""
+        return 2 * self.num_k_heads * self.head_k_dim + self.value_dim
+
+    def weights(self) -> Iterator[Weight]:
+        prefix, hidden, heads, each = "self_attention.", self.hidden_size, self.num_k_heads, self.values_per_key
+        rows = {"q": self.head_k_dim, "k": self.head_k_dim, "v": each * self.head_v_dim, "z": each * self.head_v_dim}
+        parts = tuple(Projection(f"in_proj_{name}", count) for name, count in rows.items())
+        yield Weight(f"{prefix}in_proj.weight", (self.channels + self.value_dim, hidden), "rows", parts, heads)
+        gates = Projection("in_proj_b", each), Projection("in_proj_a", each)
+        yield Weight(f"{prefix}in_proj_ba.weight", (2 * self.num_v_heads, hidden), "rows", gates, heads)
+        mixed = tuple(Projection(f"conv1d_{name}", rows[name]) for name in "qkv")
+        yield Weight(f"{prefix}conv1d.weight", (self.channels, 1, self.conv_width), "rows", mixed, heads)
+        yield Weight(f"{prefix}A_log", (self.num_v_heads,), "rows", initial=0.0)
+        yield Weight(f"{prefix}dt_bias", (self.num_v_heads,), "rows", initial=1.0)
+        yield Weight(f"{prefix}norm.weight", (self.head_v_dim,))
+        yield Weight(f"{prefix}out_proj.weight", (hidden, self.value_dim), "cols")
+
+    def divided(self) -> dict[str, int]:
+        return {"linear_num_key_heads": self.num_k_heads}
+
+    def cached(self, tp_size: int) -> CachedState:
+        """The last inputs of the convolution, and a matrix of each value head."""
+        window = self.conv_width - 1, self.channels // tp_size
+        return CachedState((window, (self.num_v_heads // tp_size, self.head_k_dim, self.head_v_dim)))
+
+    def held(self, batch: MicroBatch) -> Held:
+        """Return what is held.
+
+        Kept are the products, the input, output and activation of the convolution, the two gates' inputs and outputs,
+        and inputs and outputs of the gated norm. The rule itself keeps its inputs only, and is computed again.
+        """
+        tp, itemsize = batch.layout.tp, batch.itemsize
+        channels, values, heads = self.channels // tp, self.value_dim // tp, self.num_v_heads // tp
+        norm = batch.norm(heads, self.head_v_dim)
+        gate = values * (itemsize + (FP32 if itemsize == FP32 else 2 * FP32))  # also in fp32
+        kept = batch.tokens * ((4 * channels + values) * itemsize + 4 * heads * FP32 + norm + gate)
+        inside = batch.tokens * heads * FP32 * self._inside
+        return Held(kept, inside, backward=2 * inside)
+
+    @property
+    def _inside(self) -> int:
+        return 0
+
+    def computation(self, batch: MicroBatch) -> Computation:
+        """Return the computation. Products of the rule are those with the state, with the tokens of a chunk, and with
+        the inverse of a chunk."""
+        tp, found = batch.layout.tp, super().computation(batch)
+        key, value = self.head_k_dim, self.head_v_dim
+        of_head = (Matrix(key, value),) * 3 + (Matrix(key, CHUNK), Matrix(CHUNK, value)) * 2
+        rule = Products(batch.tokens * self.num_v_heads / tp, of_head)
+        moved = (8 * self.channels + 6 * self.value_dim) / tp
+        return found._replace(
+            products=(*found.products, rule), elementwise=moved, reductions=1, launches=((GATED_DELTA, 1),)
+        )
+
+    def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
+        from hpcrl.model.blocks.gated_delta_modules import gated_delta_net
+
+        spec.submodules.self_attention = gated_delta_net(self)
+
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> GatedDeltaStep:
+        from hpcrl.model.blocks.gated_delta_modules import GatedDeltaStep
+
+        return GatedDeltaStep(self, weight, linear, eps)
