@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
+from hpcrl.kernels.budget import delta_chunk
 from hpcrl.kernels.dispatch import VARIABLE
 
-CHUNK = 64  # tokens at most
 NORM_EPS = 1e-6
 MAX_KEY_WIDTH = 256  # of a head in fla's kernels
 
@@ -51,9 +52,6 @@ def gated_delta_rule(
         options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
         output, last = _fla().chunk_gated_delta_rule(*packed, cu_seqlens=bounds, **options)
         return output.squeeze(0), last
-    if state is None:
-        size = len(lengths), *value.shape[1:2], key.size(2), value.size(2)
-        state = value.new_zeros(size, dtype=_inside(value))
     tensors = query, key, value, log_decay, beta, state, _chunks(tuple(lengths), query.device)
     if torch.is_grad_enabled():
         return checkpoint(_in_chunks, *tensors, use_reentrant=False, preserve_rng_state=False)
@@ -143,7 +141,7 @@ class Chunks(NamedTuple):
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
     sizes = np.array(lengths)
     longest = int(sizes.max())
-    width = -(-longest // -(-longest // CHUNK))  # the longest sequence has no padding, or little
+    width = delta_chunk(longest)
     order = np.argsort(-sizes, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -157,7 +155,13 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
 
 
 def _in_chunks(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, chunks: Chunks
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    chunks: Chunks,
 ) -> tuple[Tensor, Tensor]:
     """The rule in a few products of all chunks, and three for each step of `_Scan`.
 
@@ -165,6 +169,8 @@ def _in_chunks(
     Then (I + L) U = beta v - beta c (K S), where L_ij = beta_i c_i / c_j k_i k_j for j < i.
     """
     heads, times, dtype = value.size(1), value.size(1) // key.size(1), _inside(value)
+    if state is None:
+        state = value.new_zeros(len(chunks.order), heads, key.size(2), value.size(2), dtype=dtype)
     queries = _by_chunk(_unit(query) * query.size(-1) ** -0.5, chunks)
     keys, values = _by_chunk(_unit(key), chunks), _by_chunk(value.to(dtype), chunks)
     decay, betas = (_by_chunk(part.unsqueeze(-1), chunks) for part in (log_decay, beta))
@@ -285,65 +291,76 @@ class _Scan(torch.autograd.Function):
 def causal_conv(
     x: Tensor, weight: Tensor, lengths: Sequence[int] | None, state: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return y_t = sum over i of weight[:, i] x_{t - width + 1 + i} + bias of each channel, over the tokens of the same
-    sequence, and the last width - 1 inputs of each sequence.
+    """Return y_t = silu(sum over i of weight[:, i] x_{t - width + 1 + i} + bias) of each channel, over the tokens of
+    the same sequence, and the last width - 1 inputs of each sequence.
 
     x: (T, channels); weight: (channels, width); state: the inputs before the first token of each sequence, (sequences,
-    width - 1, channels); None: 0. lengths: tokens of the sequences, T in all; None: one of each. Moves x in and the
-    result out, 2 width operations a number; for the backward pass x is kept.
+    width - 1, channels); None: 0. lengths: tokens of the sequences, T in all; None: one of each, without gradients.
+    Computed in the dtype of `x`. Moves x in and the result out, 2 width operations a number; the backward pass computes
+    the sums again, so that only x is kept. No gradient flows back from the last inputs.
     """
     before = weight.size(1) - 1
-    count = len(x) if lengths is None else len(lengths)
     if state is None:
-        state = x.new_zeros(count, before, x.size(1))
+        state = x.new_zeros(len(x) if lengths is None else len(lengths), before, x.size(1))
     if lengths is None:
         window = torch.cat((state.to(x.dtype), x.unsqueeze(1)), 1)
-        output, last = torch.einsum("nwc,cw->nc", window, weight.to(x.dtype)), window[:, 1:]
-    else:
-        slots, ends = _with_states(tuple(lengths), before, x.device)
-        # the states and tokens of the sequences in turn
-        joined = x.new_empty(len(x) + count * before, x.size(1))
-        joined = joined.index_copy(0, slots[: len(x)], x).index_copy(
-            0, slots[len(x) :], state.to(x.dtype).flatten(0, 1)
-        )
-        output = _Taps.apply(joined, weight, slots[: len(x)] - before)
-        last = joined.index_select(0, ends).unflatten(0, (count, before))
-    return (output if bias is None else output + bias), last
+        total = torch.einsum("nwc,cw->nc", window, weight)
+        return silu(total if bias is None else total + bias), window[:, 1:]
+    return _ShortConvolution.apply(x, weight, state.to(x.dtype), bias, *_with_states(tuple(lengths), before, x.device))
 
 
 @functools.lru_cache(maxsize=8)
-def _with_states(lengths: tuple[int, ...], before: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the places of tokens, then of states, if each sequence follows its `before` states, and the last `before`
-    places of each."""
+def _with_states(lengths: tuple[int, ...], before: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the places of tokens, of states, and of the last `before` inputs, if each sequence follows its states."""
     sizes = np.array(lengths)
     ends = (sizes + before).cumsum()
     tokens = np.arange(sizes.sum()) + before * (np.arange(len(sizes)).repeat(sizes) + 1)
-    states = ((ends - sizes - before)[:, None] + np.arange(before)).ravel()
     last = (ends[:, None] - before + np.arange(before)).ravel()
-    found = torch.from_numpy(np.concatenate([tokens, states])), torch.from_numpy(last)
-    return found[0].to(device), found[1].to(device)
+    arrays = (torch.from_numpy(array).to(device) for array in (tokens, last - np.repeat(sizes, before), last))
+    return next(arrays), next(arrays), next(arrays)
 
 
-class _Taps(torch.autograd.Function):
-    """Return the sum over i of weight[:, i] x[rows + i]: (rows, channels)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, rows)
-        length = len(x) - weight.size(1) + 1
-        taps = weight.t().to(x.dtype)
-        total = x[:length] * taps[0]
-        for place, tap in enumerate(taps[1:], 1):
-            total.addcmul_(x[place : place + length], tap)
-        return total.index_select(0, rows)
+class _ShortConvolution(torch.autograd.Function):
+    """`joined` has the states and tokens of the sequences in turn."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, rows = ctx.saved_tensors
-        length = len(x) - weight.size(1) + 1
-        total = grad.new_zeros(length, x.size(1)).index_copy_(0, rows, grad)
-        grad_x, grad_weight = torch.zeros_like(x), torch.empty_like(weight)
-        for place, tap in enumerate(weight.t().to(x.dtype)):
-            grad_x[place : place + length].addcmul_(total, tap)
-            grad_weight[:, place] = (x[place : place + length] * total).sum(0)
-        return grad_x, grad_weight, None
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        state: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        states: Tensor,
+        last: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        joined = x.new_empty(len(x) + len(states), x.size(1))
+        joined.index_copy_(0, tokens, x).index_copy_(0, states, state.flatten(0, 1))
+        ctx.save_for_backward(joined, weight, bias, tokens, states)
+        ctx.size = state.shape
+        inputs = joined.index_select(0, last).view(state.shape)
+        ctx.mark_non_differentiable(inputs)
+        return silu(_sums(joined, weight, bias)).index_select(0, tokens - state.size(1)), inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        joined, weight, bias, tokens, states = ctx.saved_tensors
+        total = _sums(joined, weight, bias)
+        padded = torch.zeros_like(total).index_copy_(0, tokens - ctx.size[1], grad)
+        total = torch.ops.aten.silu_backward(padded, total)
+        grad_joined, grad_weight = torch.zeros_like(joined), torch.empty_like(weight)
+        for place, tap in enumerate(weight.t()):
+            grad_joined[place : place + len(total)].addcmul_(total, tap)
+            grad_weight[:, place] = (joined[place : place + len(total)] * total).sum(0)
+        of_state = grad_joined.index_select(0, states).view(ctx.size) if ctx.needs_input_grad[2] else None
+        of_bias = None if bias is None else total.sum(0)
+        return grad_joined.index_select(0, tokens), grad_weight, of_state, of_bias, None, None, None
+
+
+def _sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the convolution of rows, which has width - 1 rows less."""
+    length, (first, *others) = len(x) - weight.size(1) + 1, weight.t()
+    total = x[:length] * first
+    for place, tap in enumerate(others, 1):
+        total.addcmul_(x[place : place + length], tap)
+    return total if bias is None else total.add_(bias)

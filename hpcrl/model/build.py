@@ -206,7 +206,8 @@ def transformer_config(
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         moe_layer_freq=[int(layer.num_experts > 0) for layer in shape.layers],
-        **_settings(shape),
+        # Megatron divides by the heads of a model without attention, too.
+        **({"num_attention_heads": layout.tp} | _settings(shape)),
         **(_recomputed(recompute) if recompute is not None else {}),
         **({"fp8": te.fp8, "fp8_recipe": te.fp8_recipe} if te is not None and te.fp8 is not None else {}),
     )

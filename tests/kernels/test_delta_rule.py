@@ -105,7 +105,8 @@ def test_the_convolution_is_torchs_of_each_sequence(has_bias: bool) -> None:
     expected, windows = [], []
     for before, own in zip(state, x.split(lengths), strict=True):
         joined = torch.cat([before, own]).t()[None]
-        expected.append(torch.nn.functional.conv1d(joined, weight[:, None], bias, groups=channels)[0].t())
+        sums = torch.nn.functional.conv1d(joined, weight[:, None], bias, groups=channels)
+        expected.append(torch.nn.functional.silu(sums[0].t()))
         windows.append(joined[0].t()[-width + 1 :])
     torch.testing.assert_close(found, torch.cat(expected))
     assert torch.equal(last, torch.stack(windows))

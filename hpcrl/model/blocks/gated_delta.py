@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from hpcrl.kernels.budget import DELTA_CHUNK, delta_chunk
 from hpcrl.model.blocks.block import Block, CachedState, Projection, Weight
 from hpcrl.model.blocks.micro_batch import FP32, Computation, Held, Launches, Matrix, MicroBatch, Products
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 
 GATED_DELTA = Launches(68, 172, 47, 40)  # with the norms and sums of the layer
-CHUNK = 64  # tokens of `hpcrl.kernels.delta_rule`
 
 
 @dataclass(frozen=True)
@@ -79,27 +79,29 @@ class GatedDelta(Block):
     def held(self, batch: MicroBatch) -> Held:
         """Return what is held.
 
-        Kept are the products, the input, output and activation of the convolution, the two gates' inputs and outputs,
-        and inputs and outputs of the gated norm. The rule itself keeps its inputs only, and is computed again.
+        Kept are inputs and outputs of the convolution, values apart, what decay and beta are computed from, and of the
+        gated norm inputs, factors and output. The rule itself keeps its inputs only, and is computed again.
         """
         tp, itemsize = batch.layout.tp, batch.itemsize
         channels, values, heads = self.channels // tp, self.value_dim // tp, self.num_v_heads // tp
         norm = batch.norm(heads, self.head_v_dim)
-        gate = values * (itemsize + (FP32 if itemsize == FP32 else 2 * FP32))  # also in fp32
-        kept = batch.tokens * ((4 * channels + values) * itemsize + 4 * heads * FP32 + norm + gate)
-        inside = batch.tokens * heads * FP32 * self._inside
-        return Held(kept, inside, backward=2 * inside)
-
-    @property
-    def _inside(self) -> int:
-        return 0
+        gate = values * (2 * FP32 + itemsize)  # its input, activation and product
+        apart = values * itemsize if self.values_per_key > 1 else 0
+        kept = batch.tokens * (2 * channels * itemsize + apart + 4 * heads * FP32 + norm + gate)
+        # The rule in torch, for each value head: products of the tokens of a chunk, vectors, and states between chunks.
+        key, value, chunk = self.head_k_dim, self.head_v_dim, delta_chunk(batch.longest or DELTA_CHUNK)
+        inside = 3 * chunk + 3 * key + 6 * value + key * value // chunk
+        again = 7 * (chunk + key + value) + 2 * key * value // chunk
+        outside = (2 * channels + values) * itemsize + apart
+        peak = batch.tokens * (heads * inside * FP32 + outside)
+        return Held(kept, peak, backward=batch.tokens * heads * again * FP32)
 
     def computation(self, batch: MicroBatch) -> Computation:
         """Return the computation. Products of the rule are those with the state, with the tokens of a chunk, and with
         the inverse of a chunk."""
         tp, found = batch.layout.tp, super().computation(batch)
         key, value = self.head_k_dim, self.head_v_dim
-        of_head = (Matrix(key, value),) * 3 + (Matrix(key, CHUNK), Matrix(CHUNK, value)) * 2
+        of_head = (Matrix(key, value),) * 3 + (Matrix(key, DELTA_CHUNK), Matrix(DELTA_CHUNK, value)) * 2
         rule = Products(batch.tokens * self.num_v_heads / tp, of_head)
         moved = (8 * self.channels + 6 * self.value_dim) / tp
         return found._replace(

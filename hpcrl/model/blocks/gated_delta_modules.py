@@ -57,9 +57,7 @@ def mix(
     inputs, gate = by_head.split([2 * width + each * block.head_v_dim, each * block.head_v_dim], -1)
     window, state = states or (None, None)
     inputs, window = causal_conv(inputs.flatten(1), weights.conv1d.squeeze(1), lengths, window)
-    query, key, value = (
-        silu(inputs).unflatten(-1, (by_head.size(1), -1)).split([width, width, each * block.head_v_dim], -1)
-    )
+    query, key, value = inputs.unflatten(-1, (by_head.size(1), -1)).split([width, width, each * block.head_v_dim], -1)
     beta, decay = (part.flatten(1) for part in gates.unflatten(-1, (-1, 2, each)).float().unbind(2))
     decay = -weights.a_log.float().exp() * softplus(decay + weights.dt_bias)
     tensors = query, key, value.reshape(len(value), -1, block.head_v_dim), decay, beta.sigmoid()
@@ -68,7 +66,9 @@ def mix(
         output, state = gated_delta_step(*tensors, state)
     else:
         output, state = gated_delta_rule(*tensors, lengths, state)
-    gate = silu(gate.reshape(output.shape).float())
+    gate = silu(
+        gate.reshape(output.shape).contiguous().float()
+    )  # a copy, so that autograd does not keep all of `mixed`
     output = (rms_norm(output, weights.norm, eps) * gate).to(mixed.dtype)
     return output.flatten(1), (window, state)
 
