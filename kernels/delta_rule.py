@@ -150,8 +150,13 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
     of_token, ends = np.arange(len(sizes)).repeat(sizes), sizes.cumsum()
     position = np.arange(ends[-1]) - (ends - sizes)[of_token]
     chunk = (steps.cumsum() - steps)[position // width] + place[of_token]
-    arrays = (torch.from_numpy(array).to(device) for array in (chunk * width + position % width, order, place))
-    return Chunks(width, tuple(steps.tolist()), *arrays)
+    return Chunks(width, tuple(steps.tolist()), *_on(device, chunk * width + position % width, order, place))
+
+
+def _on(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
+    """Return tensors that training may use although rollout made them."""
+    with torch.inference_mode(False):
+        return [torch.from_numpy(array).to(device) for array in arrays]
 
 
 def _in_chunks(
@@ -247,14 +252,14 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         said, rest, updates = (torch.empty_like(values) for _ in range(3))
         starts, last = values.new_empty(len(keys), *state.shape[1:]), state.clone()
-        first = 0
-        for count in steps:
-            at, first = slice(first, first + count), first + count
-            start = starts[at].copy_(last[:count])
-            torch.bmm(keys[at], start, out=said[at])
-            torch.addcmul(values[at], seen[at], said[at], value=-1, out=rest[at])
-            torch.bmm(inverse[at], rest[at], out=updates[at])
-            torch.baddbmm(start * whole[at], keys[at].transpose(1, 2), updates[at] * to_end[at], out=last[:count])
+        tensors = inverse, keys, keys.transpose(1, 2), values, seen, to_end, whole, said, rest, updates, starts
+        for t, k, back, v, c, d, g, s, r, u, start in zip(*(each.split(steps) for each in tensors), strict=True):
+            now = last[: len(k)]
+            start.copy_(now)
+            torch.bmm(k, start, out=s)
+            torch.addcmul(v, c, s, value=-1, out=r)
+            torch.bmm(t, r, out=u)
+            torch.baddbmm(start * g, back, u * d, out=now)
         ctx.save_for_backward(inverse, keys, seen, to_end, whole, said, rest, updates, starts)
         ctx.steps = steps
         return updates, starts, last
@@ -265,18 +270,19 @@ class _Scan(torch.autograd.Function):
         inverse, keys, seen, to_end, whole, said, rest, updates, starts = ctx.saved_tensors
         grad_updates, after, grad = grad_updates.clone(), torch.empty_like(starts), grad_last.clone()
         grad_rest, of_keys = torch.empty_like(rest), torch.empty_like(rest)
-        end = len(keys)
-        for count in reversed(ctx.steps):
-            at, end = slice(end - count, end), end - count
-            now = after[at].copy_(grad[:count])
-            torch.bmm(keys[at], now, out=of_keys[at])
-            grad_updates[at].addcmul_(to_end[at], of_keys[at])
-            torch.bmm(inverse[at].transpose(1, 2), grad_updates[at], out=grad_rest[at])
-            back = torch.addcmul(grad_starts[at], now, whole[at])
-            torch.baddbmm(back, keys[at].transpose(1, 2), grad_rest[at] * seen[at], alpha=-1, out=grad[:count])
+        tensors = inverse.transpose(1, 2), keys, keys.transpose(1, 2), seen, to_end, whole
+        grads = grad_starts, grad_updates, after, of_keys, grad_rest
+        by_step = list(zip(*(each.split(ctx.steps) for each in (*tensors, *grads)), strict=True))
+        for t, k, back, c, d, g, from_outputs, grad_u, later, s, grad_r in reversed(by_step):
+            now = grad[: len(k)]
+            later.copy_(now)
+            torch.bmm(k, later, out=s)
+            grad_u.addcmul_(d, s)
+            torch.bmm(t, grad_u, out=grad_r)
+            torch.baddbmm(torch.addcmul(from_outputs, later, g), back, grad_r * c, alpha=-1, out=now)
         grad_keys = (updates * to_end) @ after.transpose(1, 2)
         grad_keys.baddbmm_(grad_rest * seen, starts.transpose(1, 2), alpha=-1)
-        grads = (
+        return (
             grad_updates @ rest.transpose(1, 2),
             grad_keys,
             grad_rest,
@@ -284,8 +290,8 @@ class _Scan(torch.autograd.Function):
             (of_keys * updates).sum(-1, keepdim=True),
             (starts * after).sum((1, 2), keepdim=True),
             grad,
+            None,
         )
-        return *grads, None
 
 
 def causal_conv(
@@ -316,8 +322,8 @@ def _with_states(lengths: tuple[int, ...], before: int, device: torch.device) ->
     ends = (sizes + before).cumsum()
     tokens = np.arange(sizes.sum()) + before * (np.arange(len(sizes)).repeat(sizes) + 1)
     last = (ends[:, None] - before + np.arange(before)).ravel()
-    arrays = (torch.from_numpy(array).to(device) for array in (tokens, last - np.repeat(sizes, before), last))
-    return next(arrays), next(arrays), next(arrays)
+    found = _on(device, tokens, last - np.repeat(sizes, before), last)
+    return found[0], found[1], found[2]
 
 
 class _ShortConvolution(torch.autograd.Function):

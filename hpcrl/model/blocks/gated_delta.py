@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hpcrl.kernels.budget import DELTA_CHUNK, delta_chunk
 from hpcrl.model.blocks.block import Block, CachedState, Projection, Weight
-from hpcrl.model.blocks.micro_batch import FP32, Computation, Held, Launches, Matrix, MicroBatch, Products
+from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, Matrix, MicroBatch, Products
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from hpcrl.runtime.groups import RoleGroups
 
 
-GATED_DELTA = Launches(68, 172, 47, 40)  # with the norms and sums of the layer
+GATED_DELTA = Launches(210, 793, 121, 40)  # with the norms and sums of the layer
+CHUNK_STEP = Launches(8, 24, 0, 0)  # from one chunk of all sequences to the next
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,14 @@ class GatedDelta(Block):
         key, value = self.head_k_dim, self.head_v_dim
         of_head = (Matrix(key, value),) * 3 + (Matrix(key, DELTA_CHUNK), Matrix(DELTA_CHUNK, value)) * 2
         rule = Products(batch.tokens * self.num_v_heads / tp, of_head)
-        moved = (8 * self.channels + 6 * self.value_dim) / tp
+        steps = -(-batch.longest // DELTA_CHUNK)
+        # Its input is gathered, and the gradient of it scattered, once for each of the two products.
+        gathered = Collective("all_gather", batch.gathered(self.hidden_size), ("tp",), times=3)
         return found._replace(
-            products=(*found.products, rule), elementwise=moved, reductions=1, launches=((GATED_DELTA, 1),)
+            products=(*found.products, rule),
+            elementwise=(8 * self.channels + 6 * self.value_dim) / tp,
+            exchanges=(gathered,) if batch.shares_tokens else (),
+            launches=((GATED_DELTA, 1), (CHUNK_STEP, steps)),
         )
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
