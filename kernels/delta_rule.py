@@ -302,16 +302,15 @@ def causal_conv(
 
     x: (T, channels); weight: (channels, width); state: the inputs before the first token of each sequence, (sequences,
     width - 1, channels); None: 0. lengths: tokens of the sequences, T in all; None: one of each, without gradients.
-    Computed in the dtype of `x`. Moves x in and the result out, 2 width operations a number; the backward pass computes
-    the sums again, so that only x is kept. No gradient flows back from the last inputs.
+    Computed in fp32, returned in the dtype of `x`. Moves x in and the result out, 2 width operations a number; the
+    backward pass computes the sums again, so that only x is kept. No gradient flows back from the last inputs.
     """
     before = weight.size(1) - 1
     if state is None:
         state = x.new_zeros(len(x) if lengths is None else len(lengths), before, x.size(1))
     if lengths is None:
         window = torch.cat((state.to(x.dtype), x.unsqueeze(1)), 1)
-        total = torch.einsum("nwc,cw->nc", window, weight)
-        return silu(total if bias is None else total + bias), window[:, 1:]
+        return silu(_sums(window, weight, bias)).squeeze(1).to(x.dtype), window[:, 1:]
     return _ShortConvolution.apply(x, weight, state.to(x.dtype), bias, *_with_states(tuple(lengths), before, x.device))
 
 
@@ -346,27 +345,30 @@ class _ShortConvolution(torch.autograd.Function):
         ctx.size = state.shape
         inputs = joined.index_select(0, last).view(state.shape)
         ctx.mark_non_differentiable(inputs)
-        return silu(_sums(joined, weight, bias)).index_select(0, tokens - state.size(1)), inputs
+        sums = _sums(joined.unsqueeze(0), weight, bias).squeeze(0)
+        return silu(sums).index_select(0, tokens - state.size(1)).to(x.dtype), inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         joined, weight, bias, tokens, states = ctx.saved_tensors
-        total = _sums(joined, weight, bias)
-        padded = torch.zeros_like(total).index_copy_(0, tokens - ctx.size[1], grad)
+        total = _sums(joined.unsqueeze(0), weight, bias).squeeze(0)
+        padded = torch.zeros_like(total).index_copy_(0, tokens - ctx.size[1], grad.to(total.dtype))
         total = torch.ops.aten.silu_backward(padded, total)
-        grad_joined, grad_weight = torch.zeros_like(joined), torch.empty_like(weight)
-        for place, tap in enumerate(weight.t()):
+        grad_joined, grad_weight = torch.zeros_like(joined, dtype=total.dtype), torch.empty_like(weight)
+        for place, tap in enumerate(weight.t().to(total.dtype)):
             grad_joined[place : place + len(total)].addcmul_(total, tap)
             grad_weight[:, place] = (joined[place : place + len(total)] * total).sum(0)
+        grad_joined = grad_joined.to(joined.dtype)
         of_state = grad_joined.index_select(0, states).view(ctx.size) if ctx.needs_input_grad[2] else None
-        of_bias = None if bias is None else total.sum(0)
+        of_bias = None if bias is None else total.sum(0).to(bias.dtype)
         return grad_joined.index_select(0, tokens), grad_weight, of_state, of_bias, None, None, None
 
 
 def _sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the convolution of rows, which has width - 1 rows less."""
-    length, (first, *others) = len(x) - weight.size(1) + 1, weight.t()
-    total = x[:length] * first
+    """Return the convolution of rows (N, L, channels): (N, L - width + 1, channels), at least fp32."""
+    dtype, length = _inside(x), x.size(1) - weight.size(1) + 1
+    first, *others = weight.t().to(dtype)
+    total = x[:, :length].to(dtype) * first
     for place, tap in enumerate(others, 1):
-        total.addcmul_(x[place : place + length], tap)
+        total.addcmul_(x[:, place : place + length].to(dtype), tap)
     return total if bias is None else total.add_(bias)

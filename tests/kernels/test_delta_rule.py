@@ -122,6 +122,17 @@ def test_the_convolution_is_torchs_of_each_sequence(has_bias: bool) -> None:
     torch.testing.assert_close(torch.cat([first, step]), whole)
 
 
+def test_the_convolution_of_bf16_is_rounded_once() -> None:
+    x, weight = torch.randn(9, 6).bfloat16(), torch.randn(6, 4).bfloat16().requires_grad_()
+    (found, last), (exact, _) = causal_conv(x, weight, [5, 4]), causal_conv(x.float(), weight.float(), [5, 4])
+    assert torch.equal(found, exact.bfloat16()) and last.dtype == torch.bfloat16
+    step, _ = causal_conv(x[4:5], weight, None, x[None, 1:4].float())
+    assert torch.equal(step[0], found[4])
+    (grad,) = torch.autograd.grad(found.float().square().sum(), weight)
+    (wanted,) = torch.autograd.grad(exact.square().sum(), weight)
+    torch.testing.assert_close(grad, wanted, rtol=0.05, atol=0.05)
+
+
 class Fla(ModuleType):
     """Has the signatures of fla's kernels, as far as they are used, and computes on the CPU."""
 
