@@ -185,6 +185,8 @@ def test_fla_runs_only_on_gpus_that_it_supports(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_library_that_needs_a_driver_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     (tmp_path / "fla" / "ops").mkdir(parents=True)
+    for folder in ("fla", "fla/ops"):
+        (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text("raise RuntimeError('0 active drivers')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +20,8 @@ from hpcrl.model.build import build_model
 from hpcrl.model.gpt import PackedGPT, pack
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora, ModelShape, forward_flops
+from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_tensorrt_llm
+from hpcrl.rollout.engines.vllm.declaration import check_model as check_vllm
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 from tests.kernels.close import assert_near
@@ -152,6 +154,13 @@ def test_what_it_has_not_is_one_line() -> None:
         role_layout(shape, "actor", ranks=(0, 1, 2, 3), tp=4)
     with pytest.raises(InputError, match=r"model.lora_rank=4 with a gated delta net \(layer 0\) is not supported"):
         check_adapters(shape, Layout((0,)), Lora(4, 8.0))
+
+
+@pytest.mark.parametrize(("engine", "check"), [("tensorrt_llm", check_tensorrt_llm), ("vllm", check_vllm)])
+def test_other_engines_refuse_it(engine: str, check: Callable[[ModelShape, int], None]) -> None:
+    message = rf"rollout.engine={engine}: its layout of a gated delta net \(layer 0\) is not known; use engine=native"
+    with pytest.raises(InputError, match=message):
+        check(with_delta(SHAPE), 1)
 
 
 def test_operations_do_not_grow_with_the_length() -> None:
