@@ -183,6 +183,7 @@ def transformer_config(
     settings: dict[str, Any] = {
         # The layer spec's kernel if it is available; else megatron's operations, whose memory `plan` counts.
         "use_te_activation_func": _has_kernel("swiglu", dtype),
+        "num_attention_heads": layout.tp,  # megatron divides by the heads of a model without attention, too
         **_settings(shape),
     }
     return TransformerConfig(
@@ -396,7 +397,7 @@ def initial_weight(
     if name in params.SCALAR_HEADS.values() or name.endswith("lora_B"):
         return torch.zeros(global_shape)
     std = shape.init_std
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")):
         std /= math.sqrt(2 * shape.num_layers)
     key = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))

@@ -107,6 +107,8 @@ def check_layout(shape: ModelShape, layout: Layout, role: str = "model") -> None
             f"{role}.vpp*pp={vpp_size}*{pp_size} is more than num_layers={shape.num_layers}; "
             f"use a vpp of at most {shape.num_layers // pp_size}"
         )
+    if layout.cp > 1 and (block := unsupported(shape.layers, "context_parallel")):
+        raise InputError(f"{role}.cp={layout.cp}: {block} has no context parallelism; use cp=1")
     if shape.vision is not None:
         first, needed = len(chunk_layers(shape.num_layers, 0, pp_size, 0, vpp_size)), shape.vision.num_deepstack
         if first < needed:

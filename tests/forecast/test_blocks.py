@@ -33,7 +33,7 @@ class Convolution(Block):
     window: int
 
     title: ClassVar[str] = "a convolution"
-    supports: ClassVar[frozenset[Feature]] = frozenset(("adapters", "planned_cp"))
+    supports: ClassVar[frozenset[Feature]] = frozenset(("adapters", "context_parallel", "planned_cp"))
     recomputed: ClassVar[Literal["core_attn", "mlp", "moe"]] = "core_attn"
 
     def weights(self) -> Iterator[Weight]:

@@ -41,6 +41,19 @@ LATENT = {
     "n_group": 4,
     "topk_group": 2,
 }
+DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500.0},
+}
+QWEN_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 # name -> (model_type, keys of its config)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rms_norm_eps": 1e-6}),
@@ -97,6 +110,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3-next": (
+        "qwen3_next",
+        {**DELTA, **QWEN_EXPERTS, "mlp_only_layers": [1], "full_attention_interval": 3},
+    ),
+    "qwen3.5": ("qwen3_5_text", {**DELTA, "linear_value_head_dim": 6}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, **QWEN_EXPERTS, "tie_word_embeddings": True}),
     "glm4-moe": (
         "glm4_moe",
         {
@@ -142,8 +161,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 WINDOWS = ("mistral-window", "qwen2-window", "smollm3-window", "ministral", "olmo3", "gemma3")
-EXPERTS = ("qwen3-moe", "mixtral", "glm4-moe", "minimax-m2", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
+EXPERTS = ("qwen3-moe", "mixtral", "qwen3-next", "qwen3.5-moe", "glm4-moe", "minimax-m2", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
 
 
 def make_model(name: str, **changes: Any) -> transformers.PreTrainedModel:

@@ -24,14 +24,14 @@ from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
-from tests.model.families import EXPERTS, LLAMA3, MODELS, SIZES, WINDOWS, YARN, make_model
+from tests.model.families import EXPERTS, LLAMA3, MODELS, SIZES, STATES, WINDOWS, YARN, make_model
 from tests.model.vision_models import VISION_MODELS, vision_config
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "exact"),
-    [*((name, False) for name in MODELS), *((name, True) for name in MODELS if name not in (*EXPERTS, *WINDOWS))],
+    [*((name, False) for name in MODELS), *((name, True) for name in MODELS if name not in (*EXPERTS, *WINDOWS, *STATES))],
 )
 def test_the_engine_says_what_transformers_says(name: str, exact: bool, tmp_path: Path) -> None:
     model = make_model(name)
@@ -54,9 +54,9 @@ def test_the_engine_says_what_transformers_says(name: str, exact: bool, tmp_path
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", (*WINDOWS, *STATES))
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 9}, {"num_sequences": 2}])
-def test_a_window_in_prompts_in_parts_in_groups_and_after_preemption(
+def test_windows_and_states_in_prompts_in_parts_in_groups_and_after_preemption(
     name: str, limits: dict[str, int], tmp_path: Path
 ) -> None:
     """Of 4 samples each; with room for 2 sequences of 7, most are preempted."""

@@ -16,6 +16,7 @@ from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config, MoeConfig, OptimConfig
 from hpcrl.engine.checkpoint.sharded_save import SavedPart, ShardedSave, describe
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.model.blocks.gated_delta import GatedDelta
 from hpcrl.model.blocks.rope import RopeScaling
 from hpcrl.model.build import copy_boxes, local_shards, named_parameters
 from hpcrl.model.shape import LatentAttention, ModelShape
@@ -55,6 +56,10 @@ DEEPSEEK = replace(
     moe_routed_scale=2.5,
 )
 TIED = replace(SHAPE, tie_word_embeddings=True)
+_NET = GatedDelta(SHAPE.hidden_size, num_k_heads=4, num_v_heads=8, head_k_dim=8, head_v_dim=12)
+DELTA = replace(  # the fourth of five layers has attention
+    SHAPE, blocks=tuple(it if n == 3 else replace(it, attention=_NET) for n, it in enumerate(SHAPE.layers))
+)
 SIZES = {
     1: {"single": {}},
     2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "cp2": {"cp": 2}, "pp2vpp2": {"pp": 2, "vpp": 2}},
@@ -93,6 +98,11 @@ TOKENS = 400.0  # any normaliser; the loss is normalised by the global mini-batc
 # Together they turn a mixture's gradient about as much as the policy's loss does.
 ROUTER_LOSSES = {"moe": MoeConfig(aux_loss_coeff=0.3, z_loss_coeff=0.1)}
 SGD = OptimConfig(optimizer="sgd", lr=0.1, clip_grad=0.0, weight_decay=0.0)
+
+
+def has_layout(shape: ModelShape, name: str) -> bool:
+    """Whether a model can have a layout."""
+    return shape is not DELTA or "cp" not in name
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from hpcrl.runtime.groups import RoleGroups
 from hpcrl.runtime.world import World
 from tests.mpi.layouts import (
     DEEPSEEK,
+    DELTA,
     EXPERT_LAYOUTS,
     LAYOUTS,
     MIXTURE,
@@ -38,6 +39,7 @@ from tests.mpi.layouts import (
     TOKENS,
     assert_slices,
     gradients,
+    has_layout,
     make_batch,
     part_of,
     policy_loss,
@@ -95,9 +97,10 @@ OF_FOUR = {
     "untied": ("tp4", "pp2cp2vpp2"),
     "tied": ("tp2pp2", "tp2pp2vpp2"),
     "deepseek": ("tp2pp2", "tp2cp2", "tp2ep2etp2", "pp2vpp2ep2"),
+    "delta": ("tp4",),
 }
 QUICK = {  # the others are slow; on 2 ranks so are a mixture's and latent attention's others
-    2: {"mixture": ("tp2", "pp2", "cp2", "tp2ep2"), "deepseek": ("tp2", "cp2", "tp2ep2")},
+    2: {"mixture": ("tp2", "pp2", "cp2", "tp2ep2"), "deepseek": ("tp2", "cp2", "tp2ep2"), "delta": ("tp2",)},
     4: {"untied": ("tp4",), "tied": ("tp2pp2",), "mixture": ("tp2pp2", "pp2cp2vpp2", "tp2ep2etp2", "pp2vpp2ep2")},
 }
 
@@ -118,8 +121,10 @@ CASES = {
         ("tied", TIED, LAYOUTS),
         ("mixture", MIXTURE, [*LAYOUTS, *EXPERT_LAYOUTS]),
         ("deepseek", DEEPSEEK, [*LAYOUTS, *EXPERT_LAYOUTS]),
+        ("delta", DELTA, LAYOUTS),
     )
     for layout in layouts
+    if has_layout(shape, layout.values[0])
     for size in layout.marks[0].args
 }
 

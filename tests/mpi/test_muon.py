@@ -15,12 +15,14 @@ from hpcrl.model.shape import Lora
 from hpcrl.runtime.exits import InputError
 from tests.mpi.layouts import (
     DEEPSEEK,
+    DELTA,
     EXPERT_SIZES,
     MIXTURE,
     SHAPE,
     SIZES,
     TIED,
     gradients,
+    has_layout,
     make_batch,
     part_of,
     policy_loss,
@@ -30,12 +32,13 @@ from tests.mpi.layouts import (
 )
 
 MUON = OptimConfig(optimizer="muon", lr=1e-3, weight_decay=0.1, clip_grad=0.0)
-SHAPES = {"dense": SHAPE, "mixture": MIXTURE, "deepseek": DEEPSEEK, "tied": TIED}
+SHAPES = {"dense": SHAPE, "mixture": MIXTURE, "deepseek": DEEPSEEK, "tied": TIED, "delta": DELTA}
 OFTEN = {  # by shape: the layouts of 2 and 4 ranks that CI runs
     "dense": ("tp2", "dp2", "pp2vpp2", "tp2cp2"),
     "mixture": ("cp2", "ep2", "etp2", "tp2ep2etp2"),
     "deepseek": ("tp2ep2",),
     "tied": ("pp2dp2",),
+    "delta": ("tp2",),
 }
 
 
@@ -49,6 +52,7 @@ LAYOUTS = [
     for size in (2, 4)
     for kind, shape in SHAPES.items()
     for layout in {**SIZES[size], **(EXPERT_SIZES[size] if shape.num_experts else {})}
+    if has_layout(shape, layout)
 ]
 
 

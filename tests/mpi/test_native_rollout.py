@@ -24,7 +24,7 @@ from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.user_code import import_file
 from tests.covering import slow_but
-from tests.mpi.layouts import DEEPSEEK
+from tests.mpi.layouts import DEEPSEEK, DELTA
 
 pytestmark = pytest.mark.ci_world(2)
 
@@ -78,6 +78,7 @@ SHAPES = {
     "window": replace(make_shape(), windows=(6, None, 6)),
     "norms": replace(make_shape(), norms=Norms(before=True, after=True)),
     "zero_centered": replace(make_shape(), qk_norm=True, norms=Norms(zero_centered=True)),
+    "delta": replace(DELTA, vocab_size=SIZES["vocab_size"], init_std=0.2),
     "recurrent": import_file(RECURRENT).recurrent_shape(**SIZES),
 }
 

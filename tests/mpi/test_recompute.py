@@ -13,6 +13,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.groups import RoleGroups
 from tests.mpi.layouts import (
+    DELTA,
     MIXTURE,
     ROUTER_LOSSES,
     SGD,
@@ -59,10 +60,19 @@ def trained(
 
 @pytest.mark.parametrize("layout", PLACES)
 def test_gradients_are_the_same(world, layout: str) -> None:
-    groups = role_groups(world.rank, world.size)[layout]
-    expected, *_ = trained(groups, RecomputeConfig())
+    assert_same(role_groups(world.rank, world.size)[layout], SHAPE)
+
+
+@pytest.mark.world(1)
+def test_gradients_of_a_gated_delta_net_are_the_same(world) -> None:
+    """Its layers have parts of their own that are computed again, inside those of `full`."""
+    assert_same(role_groups(world.rank, world.size)["single"], DELTA)
+
+
+def assert_same(groups: RoleGroups, shape: ModelShape) -> None:
+    expected, *_ = trained(groups, RecomputeConfig(), shape)
     for way, options in WAYS.items():
-        found, *_ = trained(groups, RecomputeConfig(**options))
+        found, *_ = trained(groups, RecomputeConfig(**options), shape)
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), way
 
 

@@ -236,10 +236,15 @@ class Pass:
         return {layer: layer.kept(self._batch, self._parts_again) for layer in {*self.model.shape.layers}}
 
     def _backward(self, piece: int) -> int:
-        """Return the bytes besides what is kept in the backward pass of the last layer of a piece, at its end, or in
-        the embedding."""
+        """Return the most bytes besides what is kept in the backward pass of a layer of a piece, or in the embedding.
+        The layers after it have freed what they kept."""
         model, shape = self.model, self.model.shape
-        at_layer = self._layers(piece)[-1].backward_peak(self._batch)
+        at_layer, freed, peaks = 0, 0, dict[Layer, int]()
+        for layer in reversed(self._layers(piece)):
+            if layer not in peaks:
+                peaks[layer] = layer.backward_peak(self._batch)
+                at_layer = max(at_layer, peaks[layer] - freed)
+            freed += self._hidden if self._units(piece)[0] else self._kept_of_layer[layer]
         if piece > 0 or model.lora is not None:
             return at_layer
         embedding = shape.padded_vocab_size // model.layout.tp * shape.hidden_size

@@ -168,7 +168,7 @@ class Attention(HeadsBlock):
 
     @property
     def supports(self) -> frozenset[Feature]:
-        found: set[Feature] = {"adapters", "planned_cp"}
+        found: set[Feature] = {"adapters", "context_parallel", "planned_cp"}
         if self.is_common or self.qk_norm == "head":
             found |= {"transformer_engine", "fp8"}
         if self.window is None and not self.has_gate and self.qk_norm != "all" and self.softmax_scale is None:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 Size: TypeAlias = tuple[int, ...]  # of a tensor
 # How tensor parallelism splits a weight: not, by rows, by columns, or each half of the rows.
 Cut = Literal["whole", "rows", "cols", "gated"]
-# exact: see hpcrl.model.exact. planned_cp: `hpcrl plan` counts its memory under context parallelism.
-Feature = Literal["exact", "adapters", "transformer_engine", "fp8", "planned_cp"]
+# exact: see hpcrl.model.exact. context_parallel: ranks may divide the tokens of sequences. planned_cp: `hpcrl plan`
+# counts its memory then.
+Feature = Literal["exact", "adapters", "transformer_engine", "fp8", "context_parallel", "planned_cp"]
 
 
 class Projection(NamedTuple):
@@ -333,8 +334,11 @@ class Layer:
         return 3 * hidden + max(attention.peak, hidden + mlp.peak)
 
     def backward_peak(self, batch: MicroBatch) -> int:
-        """Return the bytes besides what is kept in the backward pass of the MLP, at its end."""
-        return 2 * batch.hidden(self.attention.hidden_size) + self.mlp.held(batch).backward
+        """Return the bytes besides what is kept in the backward pass of the MLP, at its end, or of attention, when MLP
+        and its norms have freed what they kept."""
+        hidden, (attention, mlp) = self.attention.hidden_size, (block.held(batch) for block in self.blocks)
+        freed = mlp.kept + self.norms.kept(batch, hidden) // 2
+        return 2 * batch.hidden(hidden) + max(mlp.backward, attention.backward - freed)
 
 
 def blocks_of(layers: Iterable[Layer]) -> Counter[Block]:

@@ -42,7 +42,7 @@ class FeedForward(Block):
 
     @property
     def supports(self) -> frozenset[Feature]:
-        found: tuple[Feature, ...] = ("exact", "adapters", "planned_cp")
+        found: tuple[Feature, ...] = ("exact", "adapters", "context_parallel", "planned_cp")
         return frozenset((*found, "transformer_engine", "fp8") if self.is_swiglu else found)
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.model.blocks.attention import Heads, HeadsBlock, output_projection
-from hpcrl.model.blocks.block import CachedHeads, Weight
+from hpcrl.model.blocks.block import CachedHeads, Feature, Weight
 from hpcrl.model.blocks.micro_batch import Computation, Held, MicroBatch
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class Latent(HeadsBlock):
     softmax_scale: float
 
     title: ClassVar[str] = "latent attention"
+
+    @property
+    def supports(self) -> frozenset[Feature]:
+        return frozenset(("context_parallel",))
 
     @property
     def heads(self) -> Heads:

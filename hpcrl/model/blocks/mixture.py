@@ -69,7 +69,7 @@ class MixtureOfExperts(Block):
 
     @property
     def supports(self) -> frozenset[Feature]:
-        return frozenset(("adapters", "transformer_engine", "planned_cp"))
+        return frozenset(("adapters", "transformer_engine", "context_parallel", "planned_cp"))
 
     @property
     def count_of_experts(self) -> int:

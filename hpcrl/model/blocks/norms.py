@@ -43,7 +43,7 @@ class Norms:
 
     @property
     def supports(self) -> frozenset[Feature]:
-        found: tuple[Feature, ...] = ("exact", "adapters", "fp8", "planned_cp")
+        found: tuple[Feature, ...] = ("exact", "adapters", "fp8", "context_parallel", "planned_cp")
         is_plain = not (self.after or self.zero_centered)
         return frozenset((*found, "transformer_engine") if is_plain else found)
 

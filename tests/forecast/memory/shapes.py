@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hpcrl.model.blocks.gated_delta import GatedDelta
 from hpcrl.model.shape import LatentAttention, ModelShape
 
 SHAPE = ModelShape(
@@ -30,4 +31,8 @@ DEEPSEEK = replace(
     moe_num_groups=4,
     moe_topk_groups=2,
     moe_group_best=2,
+)
+_NET = GatedDelta(96, num_k_heads=4, num_v_heads=8, head_k_dim=16, head_v_dim=16)
+DELTA = replace(  # the last of five layers has attention
+    SHAPE, blocks=tuple(it if n == 4 else replace(it, attention=_NET) for n, it in enumerate(SHAPE.layers))
 )
