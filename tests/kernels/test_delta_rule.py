@@ -16,6 +16,11 @@ LENGTHS = [70, 1, 150, 64, 3]
 KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 12, 20
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def made(lengths: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """query, key, value, log_decay, beta, and a state of each sequence."""
     tokens, generator = sum(lengths), torch.Generator().manual_seed(len(lengths))
