@@ -163,7 +163,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 WINDOWS = ("mistral-window", "qwen2-window", "smollm3-window", "ministral", "olmo3", "gemma3")
-EXPERTS = ("qwen3-moe", "mixtral", "qwen3-next", "qwen3.5-moe", "glm4-moe", "minimax-m2", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
+EXPERTS = (
+    *("qwen3-moe", "mixtral", "qwen3-next", "qwen3.5-moe", "glm4-moe", "minimax-m2"),
+    *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3"),
+)
 
 
 def make_model(name: str, **changes: Any) -> transformers.PreTrainedModel:

@@ -31,7 +31,10 @@ from tests.model.vision_models import VISION_MODELS, vision_config
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "exact"),
-    [*((name, False) for name in MODELS), *((name, True) for name in MODELS if name not in (*EXPERTS, *WINDOWS, *STATES))],
+    [
+        *((name, False) for name in MODELS),
+        *((name, True) for name in MODELS if name not in (*EXPERTS, *WINDOWS, *STATES)),
+    ],
 )
 def test_the_engine_says_what_transformers_says(name: str, exact: bool, tmp_path: Path) -> None:
     model = make_model(name)

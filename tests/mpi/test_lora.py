@@ -189,6 +189,7 @@ def test_resumed_in_another_layout(groups, layout, other, shape, world_tmp_path:
         pytest.param("qwen2", "pp2", marks=[pytest.mark.world(2), SLOW]),
         pytest.param("mixtral", "etp2", marks=[pytest.mark.world(2), SLOW]),
         pytest.param("llama", "tp2pp2", marks=[pytest.mark.world(4), EXHAUSTIVE]),
+        pytest.param("qwen3.5", "tp2", marks=[pytest.mark.world(2), SLOW]),
         pytest.param("qwen3-moe", "pp2ep2", marks=[pytest.mark.world(4), SLOW]),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from hpcrl.kernels.budget import DELTA_CHUNK, delta_chunk
-from hpcrl.model.blocks.block import Block, CachedState, Projection, Weight
+from hpcrl.model.blocks.block import Block, CachedState, Feature, Projection, Weight
 from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, Matrix, MicroBatch, Products
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ class GatedDelta(Block):
     conv_width: int = 4
 
     title: ClassVar[str] = "a gated delta net"
+
+    @property
+    def supports(self) -> frozenset[Feature]:
+        """The features that it works with; with adapters it is frozen, because no projection has a name of Llama's."""
+        return frozenset(("adapters",))
 
     @property
     def values_per_key(self) -> int:
