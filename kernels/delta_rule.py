@@ -1,28 +1,22 @@
-"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) and a short causal convolution, each over several
-consecutive sequences with a state of each sequence before and after its tokens."""
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) over several consecutive sequences, with a state of each
+sequence before and after its tokens."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
-import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from hpcrl.kernels.budget import delta_chunk
-from hpcrl.kernels.dispatch import VARIABLE
+from hpcrl.kernels.chunks import Chunks, by_chunk, chunks_of, inside
+from hpcrl.kernels.dispatch import library, use_library
 
+FLA = "fla.ops.gated_delta_rule"
 NORM_EPS = 1e-6
 MAX_KEY_WIDTH = 256  # of a head in fla's kernels
-
-log = logging.getLogger(__name__)
 
 
 def gated_delta_rule(
@@ -50,9 +44,9 @@ def gated_delta_rule(
         bounds = torch.tensor([0, *np.cumsum(lengths).tolist()], device=query.device)
         packed = (part.unsqueeze(0) for part in (query, key, value, log_decay, beta))
         options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        output, last = _fla().chunk_gated_delta_rule(*packed, cu_seqlens=bounds, **options)
+        output, last = library(FLA).chunk_gated_delta_rule(*packed, cu_seqlens=bounds, **options)
         return output.squeeze(0), last
-    tensors = query, key, value, log_decay, beta, state, _chunks(tuple(lengths), query.device)
+    tensors = query, key, value, log_decay, beta, state, chunks_of(tuple(lengths), query.device)
     if torch.is_grad_enabled():
         return checkpoint(_in_chunks, *tensors, use_reentrant=False, preserve_rng_state=False)
     return _in_chunks(*tensors)
@@ -68,7 +62,7 @@ def gated_delta_step(
     if is_fused(query, key):
         tensors = [part.unsqueeze(1) for part in (query, key, value, log_decay)]
         options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        output, last = _fla().fused_recurrent_gated_delta_rule(*tensors, beta=beta.unsqueeze(1), **options)
+        output, last = library(FLA).fused_recurrent_gated_delta_rule(*tensors, beta=beta.unsqueeze(1), **options)
         return output.squeeze(1), last
     query, key, times = _unit(query), _unit(key), value.size(1) // key.size(1)
     query, key = (part.repeat_interleave(times, 1).unsqueeze(2) for part in (query * query.size(-1) ** -0.5, key))
@@ -80,83 +74,15 @@ def gated_delta_step(
 
 def is_fused(query: Tensor, key: Tensor) -> bool:
     """Whether fla's kernels run for such heads."""
-    return not _reason(os.environ.get(VARIABLE, "auto"), query.device.type, query.dtype, key.size(-1))
-
-
-@functools.cache
-def _reason(choice: str, device: str, dtype: torch.dtype, width: int) -> str:
-    """Return why fla does not run, empty if it does; logged once on GPUs."""
-    if device != "cuda":
-        return f"no library for {device}"
-    reason = ""
-    if choice == "torch":
-        reason = f"{VARIABLE}=torch"
-    elif dtype not in (torch.bfloat16, torch.float16):
-        reason = f"no library for {dtype}"  # fp32 runs keep fp32's precision, which tf32 products do not have
-    elif width > MAX_KEY_WIDTH:
-        reason = f"heads of {width} are wider than {MAX_KEY_WIDTH}"
-    elif _fla() is None:
-        reason = "fla-core is not installed, or cannot be imported"
-    log.info("gated_delta_rule on %s, %s: %s", device, dtype, f"torch, {reason}" if reason else "fla")
-    return reason
-
-
-@functools.cache
-def _fla() -> Any:
-    """Return the module of fla with the two kernels; None if there is none."""
-    try:
-        return importlib.import_module("fla.ops.gated_delta_rule")
-    except ImportError:
-        return None
-    except Exception as error:  # Triton without a driver raises errors of many kinds
-        log.warning("fla cannot be imported: %s", error)
-        return None
-
-
-def _inside(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    width = key.size(-1)
+    unless = f"heads of {width} are wider than {MAX_KEY_WIDTH}" if width > MAX_KEY_WIDTH else ""
+    return use_library("gated_delta_rule", FLA, query, unless=unless)
 
 
 def _unit(x: Tensor) -> Tensor:
     """Divide the vectors of the last dimension by their length."""
-    x = x.to(_inside(x))
+    x = x.to(inside(x))
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
-
-
-class Chunks(NamedTuple):
-    """Where T tokens are in chunks of `width`, all first chunks of sequences before all second ones.
-
-    Sequences have the order `order` int64 (N,), the longest first, so that the chunks of a step are those of the first
-    `steps[number]` sequences; `place` is its inverse. Token t is at `slots[t]`, int64 (T,).
-    """
-
-    width: int
-    steps: tuple[int, ...]
-    slots: Tensor
-    order: Tensor
-    place: Tensor
-
-
-@functools.lru_cache(maxsize=8)  # all layers of a pass have one
-def _chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
-    sizes = np.array(lengths)
-    longest = int(sizes.max())
-    width = delta_chunk(longest)
-    order = np.argsort(-sizes, kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    numbers = np.arange(-(-longest // width))
-    steps = (sizes[:, None] > numbers * width).sum(0)
-    of_token, ends = np.arange(len(sizes)).repeat(sizes), sizes.cumsum()
-    position = np.arange(ends[-1]) - (ends - sizes)[of_token]
-    chunk = (steps.cumsum() - steps)[position // width] + place[of_token]
-    return Chunks(width, tuple(steps.tolist()), *_on(device, chunk * width + position % width, order, place))
-
-
-def _on(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
-    """Return tensors that training may use although rollout made them."""
-    with torch.inference_mode(False):
-        return [torch.from_numpy(array).to(device) for array in arrays]
 
 
 def _in_chunks(
@@ -173,12 +99,12 @@ def _in_chunks(
     In a chunk let c_i = exp(the sum of log_decay up to token i), and U_i = beta_i (v_i - what the state says of k_i).
     Then (I + L) U = beta v - beta c (K S), where L_ij = beta_i c_i / c_j k_i k_j for j < i.
     """
-    heads, times, dtype = value.size(1), value.size(1) // key.size(1), _inside(value)
+    heads, times, dtype = value.size(1), value.size(1) // key.size(1), inside(value)
     if state is None:
         state = value.new_zeros(len(chunks.order), heads, key.size(2), value.size(2), dtype=dtype)
-    queries = _by_chunk(_unit(query) * query.size(-1) ** -0.5, chunks)
-    keys, values = _by_chunk(_unit(key), chunks), _by_chunk(value.to(dtype), chunks)
-    decay, betas = (_by_chunk(part.unsqueeze(-1), chunks) for part in (log_decay, beta))
+    queries = by_chunk(_unit(query) * query.size(-1) ** -0.5, chunks)
+    keys, values = by_chunk(_unit(key), chunks), by_chunk(value.to(dtype), chunks)
+    decay, betas = (by_chunk(part.unsqueeze(-1), chunks) for part in (log_decay, beta))
     sums = decay.cumsum(1)
     later = torch.ones(chunks.width, chunks.width, dtype=torch.bool, device=value.device).triu(1)
     ratios = (sums - sums.transpose(1, 2)).masked_fill(later, -torch.inf).exp()
@@ -200,12 +126,6 @@ def _in_chunks(
     outputs = torch.baddbmm(attended @ updates, queries * from_start, starts)
     outputs = outputs.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1).index_select(0, chunks.slots)
     return outputs.to(value.dtype), last.unflatten(0, (-1, heads)).index_select(0, chunks.place)
-
-
-def _by_chunk(x: Tensor, chunks: Chunks) -> Tensor:
-    """(T, heads, width) -> (chunks x heads, tokens of a chunk, width), 0 for padding, which changes no state."""
-    padded = x.new_zeros(sum(chunks.steps) * chunks.width, *x.shape[1:]).index_copy(0, chunks.slots, x)
-    return padded.unflatten(0, (-1, chunks.width)).transpose(1, 2).flatten(0, 1)
 
 
 def _repeated(x: Tensor, times: int, heads: int) -> Tensor:
@@ -292,83 +212,3 @@ class _Scan(torch.autograd.Function):
             grad,
             None,
         )
-
-
-def causal_conv(
-    x: Tensor, weight: Tensor, lengths: Sequence[int] | None, state: Tensor | None = None, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return y_t = silu(sum over i of weight[:, i] x_{t - width + 1 + i} + bias) of each channel, over the tokens of
-    the same sequence, and the last width - 1 inputs of each sequence.
-
-    x: (T, channels); weight: (channels, width); state: the inputs before the first token of each sequence, (sequences,
-    width - 1, channels); None: 0. lengths: tokens of the sequences, T in all; None: one of each, without gradients.
-    Computed in fp32, returned in the dtype of `x`. Moves x in and the result out, 2 width operations a number; the
-    backward pass computes the sums again, so that only x is kept. No gradient flows back from the last inputs.
-    """
-    before = weight.size(1) - 1
-    if state is None:
-        state = x.new_zeros(len(x) if lengths is None else len(lengths), before, x.size(1))
-    if lengths is None:
-        window = torch.cat((state.to(x.dtype), x.unsqueeze(1)), 1)
-        return silu(_sums(window, weight, bias)).squeeze(1).to(x.dtype), window[:, 1:]
-    return _ShortConvolution.apply(x, weight, state.to(x.dtype), bias, *_with_states(tuple(lengths), before, x.device))
-
-
-@functools.lru_cache(maxsize=8)
-def _with_states(lengths: tuple[int, ...], before: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the places of tokens, of states, and of the last `before` inputs, if each sequence follows its states."""
-    sizes = np.array(lengths)
-    ends = (sizes + before).cumsum()
-    tokens = np.arange(sizes.sum()) + before * (np.arange(len(sizes)).repeat(sizes) + 1)
-    last = (ends[:, None] - before + np.arange(before)).ravel()
-    found = _on(device, tokens, last - np.repeat(sizes, before), last)
-    return found[0], found[1], found[2]
-
-
-class _ShortConvolution(torch.autograd.Function):
-    """`joined` has the states and tokens of the sequences in turn."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        state: Tensor,
-        bias: Tensor | None,
-        tokens: Tensor,
-        states: Tensor,
-        last: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        joined = x.new_empty(len(x) + len(states), x.size(1))
-        joined.index_copy_(0, tokens, x).index_copy_(0, states, state.flatten(0, 1))
-        ctx.save_for_backward(joined, weight, bias, tokens, states)
-        ctx.size = state.shape
-        inputs = joined.index_select(0, last).view(state.shape)
-        ctx.mark_non_differentiable(inputs)
-        sums = _sums(joined.unsqueeze(0), weight, bias).squeeze(0)
-        return silu(sums).index_select(0, tokens - state.size(1)).to(x.dtype), inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        joined, weight, bias, tokens, states = ctx.saved_tensors
-        total = _sums(joined.unsqueeze(0), weight, bias).squeeze(0)
-        padded = torch.zeros_like(total).index_copy_(0, tokens - ctx.size[1], grad.to(total.dtype))
-        total = torch.ops.aten.silu_backward(padded, total)
-        grad_joined, grad_weight = torch.zeros_like(joined, dtype=total.dtype), torch.empty_like(weight)
-        for place, tap in enumerate(weight.t().to(total.dtype)):
-            grad_joined[place : place + len(total)].addcmul_(total, tap)
-            grad_weight[:, place] = (joined[place : place + len(total)] * total).sum(0)
-        grad_joined = grad_joined.to(joined.dtype)
-        of_state = grad_joined.index_select(0, states).view(ctx.size) if ctx.needs_input_grad[2] else None
-        of_bias = None if bias is None else total.sum(0).to(bias.dtype)
-        return grad_joined.index_select(0, tokens), grad_weight, of_state, of_bias, None, None, None
-
-
-def _sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the convolution of rows (N, L, channels): (N, L - width + 1, channels), at least fp32."""
-    dtype, length = _inside(x), x.size(1) - weight.size(1) + 1
-    first, *others = weight.t().to(dtype)
-    total = x[:, :length].to(dtype) * first
-    for place, tap in enumerate(others, 1):
-        total.addcmul_(x[:, place : place + length].to(dtype), tap)
-    return total if bias is None else total.add_(bias)

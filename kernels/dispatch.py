@@ -7,6 +7,7 @@ Triton's interpreter with TRITON_INTERPRET=1, which is about a thousand times sl
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -115,3 +116,37 @@ def _log_choice(name: str, device: str, dtype: torch.dtype, reason: str) -> None
     log.info(
         "%s on %s, %s: %s", name, device, str(dtype).removeprefix("torch."), f"torch, {reason}" if reason else "Triton"
     )
+
+
+def use_library(name: str, module: str, x: Tensor, *, unless: str = "") -> bool:
+    """Whether kernel `name` runs by `module` of an optional library, on GPUs and in 16 bits, for tensors like `x`;
+    `unless` is the reason why this shape is not supported."""
+    return not _missing(name, module, os.environ.get(VARIABLE, "auto"), x.device.type, x.dtype, unless)
+
+
+@functools.cache
+def _missing(name: str, module: str, choice: str, device: str, dtype: torch.dtype, unless: str) -> str:
+    """Return why the library does not run, empty if it does; logged once on GPUs."""
+    if device != "cuda":
+        return f"no library for {device}"
+    package, reason = module.partition(".")[0], unless
+    if choice == "torch":
+        reason = f"{VARIABLE}=torch"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        reason = f"no library for {dtype}"  # fp32 runs keep fp32's precision, which tf32 products do not have
+    elif not unless and library(module) is None:
+        reason = f"{package} is not installed, or cannot be imported"
+    log.info("%s on %s, %s: %s", name, device, dtype, f"torch, {reason}" if reason else package)
+    return reason
+
+
+@functools.cache
+def library(module: str) -> Any:
+    """Return a module of an optional library; None if there is none."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
+    except Exception as error:  # Triton without a driver raises errors of many kinds
+        log.warning("%s cannot be imported: %s", module, error)
+        return None

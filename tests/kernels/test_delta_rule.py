@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels import delta_rule
-from hpcrl.kernels.delta_rule import causal_conv, gated_delta_rule, gated_delta_step
+from hpcrl.kernels.delta_rule import gated_delta_rule, gated_delta_step
+from hpcrl.kernels.dispatch import library
 from tests.kernels.close import assert_near
 
 LENGTHS = [70, 1, 150, 64, 3]
@@ -100,44 +101,6 @@ def test_bf16_is_computed_in_fp32() -> None:
     assert torch.equal(found[1], expected[1])
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_the_convolution_is_torchs_of_each_sequence(has_bias: bool) -> None:
-    lengths, channels, width = [5, 1, 2, 9], 6, 4
-    x, weight = (torch.randn(size, requires_grad=True) for size in ((17, channels), (channels, width)))
-    state = torch.randn(4, width - 1, channels, requires_grad=True)
-    bias = torch.randn(channels, requires_grad=True) if has_bias else None
-    found, last = causal_conv(x, weight, lengths, state, bias)
-    expected, windows = [], []
-    for before, own in zip(state, x.split(lengths), strict=True):
-        joined = torch.cat([before, own]).t()[None]
-        sums = torch.nn.functional.conv1d(joined, weight[:, None], bias, groups=channels)
-        expected.append(torch.nn.functional.silu(sums[0].t()))
-        windows.append(joined[0].t()[-width + 1 :])
-    torch.testing.assert_close(found, torch.cat(expected))
-    assert torch.equal(last, torch.stack(windows))
-    over = torch.randn_like(found)
-    inputs = [x, weight, state, *([bias] if bias is not None else [])]
-    wanted = torch.autograd.grad((torch.cat(expected) * over).sum(), inputs)
-    for one, other in zip(torch.autograd.grad((found * over).sum(), inputs), wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-    whole, _ = causal_conv(x[:5], weight, [5])
-    first, then = causal_conv(x[:4], weight, [4])
-    step, _ = causal_conv(x[4:5], weight, None, then)
-    torch.testing.assert_close(torch.cat([first, step]), whole)
-
-
-def test_the_convolution_of_bf16_is_rounded_once() -> None:
-    x, weight = torch.randn(9, 6).bfloat16(), torch.randn(6, 4).bfloat16().requires_grad_()
-    (found, last), (exact, _) = causal_conv(x, weight, [5, 4]), causal_conv(x.float(), weight.float(), [5, 4])
-    assert torch.equal(found, exact.bfloat16()) and last.dtype == torch.bfloat16
-    step, _ = causal_conv(x[4:5], weight, None, x[None, 1:4].float())
-    assert torch.equal(step[0], found[4])
-    (grad,) = torch.autograd.grad(found.float().square().sum(), weight)
-    (wanted,) = torch.autograd.grad(exact.square().sum(), weight)
-    torch.testing.assert_close(grad, wanted, rtol=0.05, atol=0.05)
-
-
 class Fla(ModuleType):
     """Has the signatures of fla's kernels, as far as they are used, and computes on the CPU."""
 
@@ -166,34 +129,8 @@ def test_fla_gets_what_torch_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = gated_delta_rule(*inputs[:5], [9, 1, 3], inputs[5]), gated_delta_step(*single)
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", Fla("fla.ops.gated_delta_rule"))
     monkeypatch.setattr(delta_rule, "is_fused", lambda query, key: True)
-    delta_rule._fla.cache_clear()
+    library.cache_clear()
     found = gated_delta_rule(*inputs[:5], [9, 1, 3], inputs[5]), gated_delta_step(*single)
-    delta_rule._fla.cache_clear()
+    library.cache_clear()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_fla_runs_only_on_gpus_that_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = delta_rule._reason.__wrapped__
-    for fla, dtype, why in (
-        (object(), torch.bfloat16, ""),
-        (object(), torch.float32, "no library for torch.float32"),
-        (None, torch.bfloat16, "fla-core is not installed"),
-    ):
-        monkeypatch.setattr(delta_rule, "_fla", lambda found=fla: found)
-        assert reason("auto", "cuda", dtype, 128).startswith(why) and bool(why) == bool(
-            reason("auto", "cuda", dtype, 128)
-        )
-    assert reason("torch", "cuda", torch.bfloat16, 128) == "HPCRL_KERNELS=torch"
-    assert reason("auto", "cpu", torch.bfloat16, 128)
-
-
-def test_a_library_that_needs_a_driver_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    (tmp_path / "fla" / "ops").mkdir(parents=True)
-    for folder in ("fla", "fla/ops"):
-        (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text("raise RuntimeError('0 active drivers')")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
-        monkeypatch.delitem(sys.modules, name)
-    assert delta_rule._fla.__wrapped__() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,3 +50,23 @@ def test_what_cannot_be_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET")
         with pytest.raises(InputError, match="set TRITON_INTERPRET=1 as well"):
             _has_kernel("swiglu", torch.float32)
+
+
+def test_a_library_runs_only_on_gpus_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(found: object, choice: str, device: str, dtype: torch.dtype, unless: str = "") -> str:
+        monkeypatch.setattr(dispatch, "library", lambda module: found)
+        return dispatch._missing.__wrapped__("rule", "lib.ops", choice, device, dtype, unless)
+
+    assert not missing(object(), "auto", "cuda", torch.bfloat16)
+    assert missing(object(), "auto", "cuda", torch.float32) == "no library for torch.float32"
+    assert missing(object(), "torch", "cuda", torch.bfloat16) == "HPCRL_KERNELS=torch"
+    assert missing(object(), "auto", "cuda", torch.bfloat16, "heads are wide") == "heads are wide"
+    assert missing(None, "auto", "cuda", torch.bfloat16) == "lib is not installed, or cannot be imported"
+    assert missing(object(), "auto", "cpu", torch.bfloat16) == "no library for cpu"
+
+
+def test_a_library_that_needs_a_driver_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "needs_a_driver.py").write_text("raise RuntimeError('0 active drivers')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert dispatch.library.__wrapped__("needs_a_driver") is None
+    assert dispatch.library.__wrapped__("is_not_installed") is None

@@ -14,8 +14,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
-from hpcrl.kernels.delta_rule import causal_conv, gated_delta_rule, gated_delta_step
+from hpcrl.kernels.delta_rule import gated_delta_rule, gated_delta_step
 from hpcrl.kernels.layers import rms_norm
+from hpcrl.kernels.short_convolution import causal_conv
 from hpcrl.model.blocks.attention_modules import CachedAttention, Linear, Rotation
 from hpcrl.model.blocks.layers import RMSNorm
 from hpcrl.model.gpt import PackedTokens
