@@ -171,7 +171,8 @@ class EngineMemory:
         sequences over the whole vocabulary with what sampling makes of them."""
         cfg, shape, itemsize = self.cfg, self.shape, self.itemsize
         tokens = max(cfg.max_num_batched_tokens, cfg.max_num_seqs)
-        width = shape.layers[-1].mlp.inner_width  # most layers are like the last one
+        # Most layers are like the last one with an MLP.
+        width = next((it.mlp.inner_width for it in reversed(shape.layers) if it.mlp.inner_width), 0)
         activations = tokens * itemsize * (3 * shape.hidden_size + 4 * width // self.layout.tp)
         return activations, cfg.max_num_seqs * shape.padded_vocab_size * (2 * itemsize + 4 + 2 * 8)
 

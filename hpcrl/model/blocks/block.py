@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hpcrl.runtime.layout import Layout
 
 Size: TypeAlias = tuple[int, ...]  # of a tensor
+Half = Literal["attention", "mlp"]  # of a layer
 # How tensor parallelism splits a weight: not, by rows, by columns, or each half of the rows.
 Cut = Literal["whole", "rows", "cols", "gated"]
 # exact: see hpcrl.model.exact. context_parallel: ranks may divide the tokens of sequences. planned_cp: `hpcrl plan`
@@ -270,7 +271,7 @@ def low_rank_bytes(weights: Iterable[Weight], batch: MicroBatch, ranks: int, tok
 
 @dataclass(frozen=True)
 class Layer:
-    """attention: what mixes tokens. mlp: what maps each token."""
+    """attention: what mixes tokens. mlp: what maps each token. One may be `hpcrl.model.blocks.absent.Absent`."""
 
     attention: Block
     mlp: Block

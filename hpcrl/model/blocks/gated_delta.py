@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hpcrl.model.blocks.attention_modules import Linear
-    from hpcrl.model.blocks.gated_delta_modules import GatedDeltaStep
+    from hpcrl.model.blocks.recurrent_modules import RecurrentStep
     from hpcrl.model.tensor_parallel import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
@@ -125,7 +125,7 @@ class GatedDelta(Block):
 
         spec.submodules.self_attention = gated_delta_net(self)
 
-    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> GatedDeltaStep:
-        from hpcrl.model.blocks.gated_delta_modules import GatedDeltaStep
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> RecurrentStep:
+        from hpcrl.model.blocks.gated_delta_modules import rollout_step
 
-        return GatedDeltaStep(self, weight, linear, eps)
+        return rollout_step(self, weight, linear, eps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch.distributed import ProcessGroup
 
+    from hpcrl.model.blocks.block import Half
     from hpcrl.model.blocks.feed_forward import Activation as ActivationName
 
 
@@ -132,13 +133,16 @@ class NormStep:
         return add_rms_norm(x, residual, norm_factor(self.weight, self.zero_centered), self.eps)
 
 
-def with_output_norms(layer_class: type[TransformerLayer], norm_module: type[RMSNorm]) -> type[TransformerLayer]:
-    """Return a class of layers with norms of the outputs of attention and MLP."""
+def with_output_norms(
+    layer_class: type[TransformerLayer], norm_module: type[RMSNorm], halves: Sequence[Half]
+) -> type[TransformerLayer]:
+    """Return a class of layers with norms of the outputs of attention and MLP, of `halves` that the layers have."""
 
     class Normed(layer_class):  # type: ignore[misc, valid-type]
         def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            for name, module in (("attention", self.self_attention), ("mlp", self.mlp)):
+            for name in halves:
+                module = self.self_attention if name == "attention" else self.mlp
                 norm = norm_module(config, config.hidden_size, config.layernorm_epsilon)
                 self.add_module(f"post_{name}_layernorm", norm)
                 module.register_forward_hook(partial(_normed, norm))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpcrl.model.blocks.block import Feature, Weight
+from hpcrl.model.blocks.block import Feature, Half, Weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,12 +32,14 @@ def norm_module(zero_centered: bool) -> type[RMSNorm]:
 class Norms:
     """RMSNorm of the inputs of attention and MLP, of their outputs before they are added to the residual, or both.
 
-    zero_centered: the weights w are stored, of factors 1 + w, as Gemma and Qwen3-Next have them.
+    zero_centered: the weights w are stored, of factors 1 + w, as Gemma and Qwen3-Next have them. halves: those that the
+    layer has.
     """
 
     before: bool = True
     after: bool = False
     zero_centered: bool = False
+    halves: tuple[Half, ...] = ("attention", "mlp")
 
     title = "norms"
 
@@ -47,18 +49,18 @@ class Norms:
         is_plain = not (self.after or self.zero_centered)
         return frozenset((*found, "transformer_engine") if is_plain else found)
 
-    def around(self, hidden_size: int, block: str, weights: Iterator[Weight]) -> Iterator[Weight]:
-        """Yield the weights of a block, "attention" or "mlp", between those of its norms."""
-        if self.before:
-            name = "input_layernorm" if block == "attention" else "pre_mlp_layernorm"
+    def around(self, hidden_size: int, half: Half, weights: Iterator[Weight]) -> Iterator[Weight]:
+        """Yield the weights of a block between those of its norms."""
+        if self.before and half in self.halves:
+            name = "input_layernorm" if half == "attention" else "pre_mlp_layernorm"
             yield norm_weight(name, hidden_size, self.zero_centered)
         yield from weights
-        if self.after:
-            yield norm_weight(f"post_{block}_layernorm", hidden_size, self.zero_centered)
+        if self.after and half in self.halves:
+            yield norm_weight(f"post_{half}_layernorm", hidden_size, self.zero_centered)
 
     def kept(self, batch: MicroBatch, hidden_size: int) -> int:
         """Return the bytes that autograd keeps."""
-        return 2 * (self.before + self.after) * batch.norm(batch.local, hidden_size)
+        return len(self.halves) * (self.before + self.after) * batch.norm(batch.local, hidden_size)
 
     def use(self, spec: ModuleSpec, *, uses_te: bool) -> None:
         """Set the norms in a layer of megatron's local spec, whose other modules are set."""
@@ -67,20 +69,23 @@ class Norms:
         from hpcrl.model.blocks.layers import with_output_norms
 
         norm = norm_module(self.zero_centered)
-        if not uses_te:
-            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm if self.before else IdentityOp
+        for half, name in (("attention", "input_layernorm"), ("mlp", "pre_mlp_layernorm")):
+            if half not in self.halves or not self.before:
+                setattr(spec.submodules, name, IdentityOp)
+            elif not uses_te:
+                setattr(spec.submodules, name, norm)
         if self.after:
-            spec.module = with_output_norms(spec.module, norm)
+            spec.module = with_output_norms(spec.module, norm, self.halves)
 
     def step(self, weight: Callable[[str], Tensor], eps: float) -> dict[str, NormStep | None]:
         """Return the norms in rollout, by place; those that the layer does not have are None."""
         from hpcrl.model.blocks.layers import NormStep
 
         places = {
-            "before_attention": ("input_layernorm", self.before),
-            "before_mlp": ("pre_mlp_layernorm", self.before),
-            "after_attention": ("post_attention_layernorm", self.after),
-            "after_mlp": ("post_mlp_layernorm", self.after),
+            "before_attention": ("input_layernorm", self.before and "attention" in self.halves),
+            "before_mlp": ("pre_mlp_layernorm", self.before and "mlp" in self.halves),
+            "after_attention": ("post_attention_layernorm", self.after and "attention" in self.halves),
+            "after_mlp": ("post_mlp_layernorm", self.after and "mlp" in self.halves),
         }
         return {
             place: NormStep(weight(f"{name}.weight"), eps, self.zero_centered) if has_norm else None

@@ -74,7 +74,7 @@ class FastRotation(PlainRotation):
 
 
 class _Layer(NamedTuple):
-    """Norms that a layer does not have are None."""
+    """Halves and norms that a layer does not have are None."""
 
     attention: Any
     mlp: Any
@@ -82,6 +82,16 @@ class _Layer(NamedTuple):
     before_mlp: NormStep | None
     after_attention: NormStep | None
     after_mlp: NormStep | None
+
+    @property
+    def before(self) -> NormStep | None:
+        """The norm of its input."""
+        return self.before_mlp if self.attention is None else self.before_attention
+
+    @property
+    def num_chosen(self) -> int:
+        """Experts of a token."""
+        return 0 if self.mlp is None else int(self.mlp.num_chosen)
 
 
 class TokenFeatures(NamedTuple):
@@ -158,12 +168,12 @@ class Decoder:
         """Of each layer, the next layer's first norm, or the final one."""
         shape, weight = self._shape, self.weights["decoder.final_layernorm.weight"]
         final = NormStep(weight, shape.rms_norm_eps, shape.layers[-1].norms.zero_centered)
-        return [*(layer.before_attention for layer in self._layers[1:]), final]
+        return [*(layer.before for layer in self._layers[1:]), final]
 
     @property
     def routing_width(self) -> int:
         """Numbers that record a token's experts, in all layers."""
-        return sum(layer.mlp.num_chosen for layer in self._layers)
+        return sum(layer.num_chosen for layer in self._layers)
 
     def forward(self, token_ids: Tensor, attention: CachedAttention, chosen: list[Tensor] | None = None) -> Tensor:
         """Return logits (n, padded vocabulary / tp), this rank's columns, after each of the flat `token_ids` integer
@@ -191,23 +201,32 @@ class Decoder:
         hidden = self._embed(token_ids)
         if features is not None:
             hidden[features.rows] = features.values[0]
-        first = self._layers[0].before_attention
+        first = self._layers[0].before
         normed = hidden if first is None else first(hidden)
+        last = self._last_needed(chosen) if cache_only else None
         for number, layer in enumerate(self._layers):
-            is_last = cache_only and number == len(self._layers) - 1
-            if is_last and (chosen is None or not layer.mlp.num_chosen):
+            is_last, before_next = number == last, self._before_next[number]
+            if is_last and (chosen is None or not layer.num_chosen):
                 layer.attention.store(number, normed, attention, rotate)
                 break
-            attended = self.tp.sum(layer.attention(number, normed, attention, rotate))
-            normed = _add(attended, hidden, layer.after_attention, layer.before_mlp)
+            if layer.attention is not None:
+                attended = self.tp.sum(layer.attention(number, normed, attention, rotate))
+                following = before_next if layer.mlp is None else layer.before_mlp
+                normed = _add(attended, hidden, layer.after_attention, following)
             if is_last:
                 layer.mlp.route(normed, chosen)
                 break
-            output = self.tp.sum(layer.mlp(normed, chosen))
-            if features is not None and number + 1 < len(features.values):
-                output[features.rows] += features.values[number + 1]
-            normed = _add(output, hidden, layer.after_mlp, self._before_next[number])
+            if layer.mlp is not None:
+                output = self.tp.sum(layer.mlp(normed, chosen))
+                if features is not None and number + 1 < len(features.values):
+                    output[features.rows] += features.values[number + 1]
+                normed = _add(output, hidden, layer.after_mlp, before_next)
         return normed
+
+    def _last_needed(self, chosen: list[Tensor] | None) -> int:
+        """Return the last layer that caches something, or chooses experts that are wanted."""
+        layers = enumerate(self._layers)
+        return max(n for n, it in layers if it.attention is not None or (chosen is not None and it.num_chosen))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         found, scale = self._embeddings(token_ids), self._shape.embedding_scale
