@@ -18,8 +18,9 @@ from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.gated_delta import GatedDelta
 from hpcrl.model.build import build_model
 from hpcrl.model.gpt import PackedGPT, pack
-from hpcrl.model.params import check_adapters, role_layout
-from hpcrl.model.shape import Lora, ModelShape, forward_flops
+from hpcrl.model.params import role_layout
+from hpcrl.model.shape import ModelShape, forward_flops
+from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_tensorrt_llm
 from hpcrl.rollout.engines.vllm.declaration import check_model as check_vllm
 from hpcrl.runtime.exits import InputError
@@ -135,10 +136,10 @@ def test_parts_of_prompts_and_single_tokens_are_the_whole(
     module: torch.nn.Module, reference: Qwen3NextGatedDeltaNet, says_lengths: bool
 ) -> None:
     """Two sequences of 90 tokens: 66, 20, and the others one by one."""
-    weights = dict(module.named_parameters(prefix="self_attention"))
+    weights, tp = dict(module.named_parameters(prefix="self_attention")), TensorParallel(None, 0, 1)
     x = inputs()[:180].unflatten(0, (2, 90))
     with torch.no_grad():
-        step, states, outputs = BLOCK.step(weights.__getitem__, linear, SHAPE.rms_norm_eps), States(2), []
+        step, states, outputs = BLOCK.step(weights.__getitem__, linear, SHAPE.rms_norm_eps, tp), States(2), []
         for part in np.split(np.arange(90), [66, 86, 87, 88, 89]):
             states.new_tokens = [len(part)] * 2 if says_lengths or len(part) > 1 else None
             found = step(0, x[:, part].flatten(0, 1), states, None)
@@ -153,8 +154,6 @@ def test_what_it_has_not_is_one_line() -> None:
         role_layout(shape, "actor", ranks=(0, 1), cp=2)
     with pytest.raises(InputError, match="actor.tp=4 does not divide linear_num_key_heads=2; use one of"):
         role_layout(shape, "actor", ranks=(0, 1, 2, 3), tp=4)
-    with pytest.raises(InputError, match=r"model.lora_rank=4 with a gated delta net \(layer 0\) is not supported"):
-        check_adapters(shape, Layout((0,)), Lora(4, 8.0))
 
 
 @pytest.mark.parametrize(("engine", "check"), [("tensorrt_llm", check_tensorrt_llm), ("vllm", check_vllm)])
