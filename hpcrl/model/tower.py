@@ -50,6 +50,7 @@ def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
             configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(**options),
         )
     else:
+        options.setdefault("deepstack_visual_indexes", [])  # the class has others where the model has none
         module, config = modeling_qwen3_vl.Qwen3VLVisionModel, configuration_qwen3_vl.Qwen3VLVisionConfig(**options)
     with WithoutRandomNumbers():  # those of 700 million weights take seconds
         return module._from_config(config, dtype=dtype)

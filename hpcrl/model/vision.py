@@ -167,7 +167,7 @@ _QWEN3 = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-_QWEN3_5 = {**_QWEN3, "deepstack_visual_indexes": []}
+_QWEN3_5 = {key: value for key, value in _QWEN3.items() if key != "deepstack_visual_indexes"}
 _SIZES = ("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "patch_size")
 _MERGED = ("spatial_merge_size", "temporal_patch_size", "out_hidden_size")
 

@@ -19,8 +19,8 @@ from hpcrl.model.blocks.block import Block, CachedState
 from hpcrl.model.blocks.gated_delta import GatedDelta
 from hpcrl.model.build import build_model
 from hpcrl.model.gpt import PackedGPT, pack
-from hpcrl.model.params import check_adapters, role_layout
-from hpcrl.model.shape import Lora, ModelShape, forward_flops
+from hpcrl.model.params import role_layout
+from hpcrl.model.shape import ModelShape, forward_flops
 from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_tensorrt_llm
 from hpcrl.rollout.engines.vllm.declaration import check_model as check_vllm
@@ -147,11 +147,8 @@ def test_parts_of_prompts_and_single_tokens_are_the_whole(
 
 def in_parts(block: Block, weights: dict[str, Tensor], x: Tensor, says_lengths: bool) -> Tensor:
     """What a block computes in rollout of two sequences of 90 tokens: 66, 20, and the others one by one."""
-    step, states = (
-        block.step(weights.__getitem__, linear, SHAPE.rms_norm_eps, TensorParallel(None, 0, 1)),
-        States(2, block),
-    )
-    outputs = []
+    tp, states, outputs = TensorParallel(None, 0, 1), States(2, block), []
+    step = block.step(weights.__getitem__, linear, SHAPE.rms_norm_eps, tp)
     for part in np.split(np.arange(90), [66, 86, 87, 88, 89]):
         states.new_tokens = [len(part)] * 2 if says_lengths or len(part) > 1 else None
         found = step(0, x[:, part].flatten(0, 1), states, None)
@@ -166,7 +163,6 @@ def test_what_it_has_not_is_one_line() -> None:
         role_layout(shape, "actor", ranks=(0, 1), cp=2)
     with pytest.raises(InputError, match="actor.tp=4 does not divide linear_num_key_heads=2; use one of"):
         role_layout(shape, "actor", ranks=(0, 1, 2, 3), tp=4)
-    check_adapters(shape, Layout((0,)), Lora(4, 8.0))
 
 
 @pytest.mark.parametrize(("engine", "check"), [("tensorrt_llm", check_tensorrt_llm), ("vllm", check_vllm)])

@@ -53,6 +53,16 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     ),
 }
+DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
+    "initializer_range": 0.05,  # with 0.1 rounding errors grow tenfold
+    "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+}
+VISION_MODELS["qwen3.5"] = ("Qwen3_5", DELTA, {"depth": 3, "num_position_embeddings": 16})
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
 VISION_MODELS["qwen3-vl-moe"] = ("Qwen3VLMoe", VISION_MODELS["qwen3-vl"][1] | EXPERTS, VISION_MODELS["qwen3-vl"][2])
 

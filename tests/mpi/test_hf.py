@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.model.families.config_json import read_shape
-from hpcrl.model.hf_files import plan_files, write_beside
+from hpcrl.model.hf_files import INDEX, plan_files, write_beside
 from hpcrl.workers.model_worker import ModelWorker
 from hpcrl.workers.weight_transfer import ExportWorker
 from tests.model.families import EXPERTS, MODELS, STATES, make_model
@@ -65,6 +66,8 @@ def test_transformers_agrees_before_and_after_training(world, world_tmp_path: Pa
     theirs, source, target = make_model(name), world_tmp_path / "source", world_tmp_path / "target"
     if world.rank == 0:
         theirs.save_pretrained(source, max_shard_size="20KB")
+        if name in STATES:
+            add_further_layers(source)
         (world_tmp_path / "trained").mkdir()
         target.mkdir()
     world.barrier()
@@ -80,6 +83,15 @@ def test_transformers_agrees_before_and_after_training(world, world_tmp_path: Pa
     changed = [not torch.equal(a, b) for a, b in zip(theirs.parameters(), trained.parameters(), strict=True)]
     assert all(changed)
     check(worker, batch, trained)
+
+
+def add_further_layers(folder: Path) -> None:
+    """Add tensors of layers that predict further tokens, as Qwen's files have them."""
+    further = {f"mtp.{name}": torch.randn(3, 4, dtype=torch.bfloat16) for name in ("fc.weight", "layers.0.x.weight")}
+    save_file(further, folder / "mtp.safetensors")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= dict.fromkeys(further, "mtp.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 def check(worker: ModelWorker, batch: DataProto, theirs: transformers.PreTrainedModel) -> None:

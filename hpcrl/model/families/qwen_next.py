@@ -79,7 +79,6 @@ _SHARED: Names = {
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the blocks; a layer has experts if config.json has any, and does not except this layer."""
     interval = config["full_attention_interval"]
     types = layer_types_of(config, lambda layer: LINEAR if (layer + 1) % interval else FULL, FULL, LINEAR)
     rope, norms = rope_of(config, head_dim_of(config)), Norms(zero_centered=True)
@@ -88,7 +87,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         LINEAR: _delta(config),
     }
     dense = FeedForward(config["hidden_size"], config["intermediate_size"])
-    mixture = _mixture(config) if config.get("num_experts") else dense
+    mixture = _mixture(config) if "num_experts_per_tok" in config else dense
     step, without = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", ())
     return {
         "blocks": tuple(
