@@ -6,7 +6,7 @@ Not yet run on a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,8 @@ ALIGNMENT = 16  # bytes, of the strides of a grouped product
 
 
 class Experts(NamedTuple):
-    """Weights of E experts of a layer, without a copy: fc1 (E, 2 ffn, hidden) and fc2 (E, hidden, ffn), from the last
-    expert to the first if `is_reversed`."""
+    """Weights of E experts of a layer, without a copy: fc1 (E, 2 ffn, hidden), or (E, ffn, hidden) without a gate, and
+    fc2 (E, hidden, ffn), from the last expert to the first if `is_reversed`."""
 
     fc1: Tensor
     fc2: Tensor
@@ -37,14 +37,16 @@ class Experts(NamedTuple):
         return cls(stacks[0][0], stacks[1][0], stacks[0][1])
 
 
-def mixture(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts) -> Tensor:
+def mixture(
+    x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, activate: Callable[[Tensor], Tensor] = swiglu
+) -> Tensor:
     """Return the sum of each token's experts by `weights` (n, topk), without gradients. x: (n, hidden); ids: int64
-    (n, topk). 6 n topk ffn hidden operations; moves the weights of the experts that have tokens."""
+    (n, topk). With a gate 6 n topk ffn hidden operations; moves the weights of the experts that have tokens."""
     num_experts = len(experts.fc1)
     flat = num_experts - 1 - ids.flatten() if experts.is_reversed else ids.flatten()
     by_expert, places = flat.sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(num_experts, device=flat.device), right=True, out_int32=True)
-    inner = swiglu(_grouped_product(x[places // ids.size(1)], experts.fc1.transpose(1, 2), ends))
+    inner = activate(_grouped_product(x[places // ids.size(1)], experts.fc1.transpose(1, 2), ends))
     weighted = x.new_empty(len(places), x.size(1))
     weighted[places] = _grouped_product(inner, experts.fc2.transpose(1, 2), ends)
     return (weighted.unflatten(0, weights.shape) * weights.unsqueeze(-1).to(x.dtype)).sum(1)

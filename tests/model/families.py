@@ -116,6 +116,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5": ("qwen3_5_text", {**DELTA, "linear_value_head_dim": 6}),
     "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, **QWEN_EXPERTS, "tie_word_embeddings": True}),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "layers_block_type": [
+                *("linear_attention", "moe", "full_attention", "mlp"),
+                *("linear_attention", "linear_attention", "moe", "full_attention"),
+            ],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 6,
+            "n_groups": 4,
+            "ssm_state_size": 10,
+            "time_step_min": 0.4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "glm4-moe": (
         "glm4_moe",
         {
@@ -161,11 +182,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h")
 WINDOWS = ("mistral-window", "qwen2-window", "smollm3-window", "ministral", "olmo3", "gemma3")
 EXPERTS = (
     *("qwen3-moe", "mixtral", "qwen3-next", "qwen3.5-moe", "glm4-moe", "minimax-m2"),
-    *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3"),
+    *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "nemotron-h"),
 )
 
 

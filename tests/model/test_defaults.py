@@ -43,12 +43,18 @@ EXPERTS: dict[str, Keys] = {
     ),
     "glm4_moe": {"n_routed_experts": 16, "moe_intermediate_size": 12},
     "minimax_m2": {"num_local_experts": 16},
+    "nemotron_h": {"n_routed_experts": 16, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 24},
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"), {"num_experts": 16}),
 }
 # transformers 4.57 and 5 have different defaults of rope_theta, and with its own ones DeepSeek-V2 fails there.
 REQUIRED: dict[str, Keys] = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), {"rope_theta": 77.0}),
     "deepseek_v2": {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+    "nemotron_h": {  # its class counts the layers of the list
+        "num_hidden_layers": None,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        **{"mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4, "ssm_state_size": 10},
+    },
 }
 # Other values than the defaults.
 OTHERS: Keys = (
@@ -64,6 +70,7 @@ OTHERS: Keys = (
     | {"linear_key_head_dim": 6, "linear_value_head_dim": 10, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     | {"shared_expert_intermediate_size": 20}
     | {"rope_local_base_freq": 55.0, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}
+    | {"layer_norm_epsilon": 1e-4, "conv_kernel": 3, "use_conv_bias": False, "time_step_min": 0.4}
 )
 # Of models whose config class in transformers has another model_type.
 CLASSES = {"kimi_k2": "deepseek_v3"}
@@ -88,7 +95,8 @@ TOKENS = {f"{name}_token_id": 46 + i for i, name in enumerate(("image", "video",
 
 
 def sizes(family: str) -> Keys:
-    return {**SIZES, **EXPERTS.get(family, {}), **REQUIRED.get(family, {})}
+    found = {**SIZES, **EXPERTS.get(family, {}), **REQUIRED.get(family, {})}
+    return {key: size for key, size in found.items() if size is not None}
 
 
 def file(family: str, text: Keys, tower: Keys, top: Keys) -> Keys:

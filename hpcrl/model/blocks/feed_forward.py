@@ -54,12 +54,7 @@ class FeedForward(Block):
         return self.ffn_hidden_size
 
     def weights(self) -> Iterator[Weight]:
-        if self.is_gated:
-            yield from gated_weights("mlp.", self.hidden_size, self.ffn_hidden_size)
-        else:
-            up = (Projection("up_proj", self.ffn_hidden_size),)
-            yield Weight("mlp.linear_fc1.weight", (self.ffn_hidden_size, self.hidden_size), "rows", up)
-            yield down_weight("mlp.", self.hidden_size, self.ffn_hidden_size)
+        yield from mlp_weights("mlp.", self.hidden_size, self.ffn_hidden_size, self.is_gated)
         for name, initial in XIELU.items() if self.activation == "xielu" else ():
             yield Weight(f"mlp.activation_func.{name}", (1,), initial=initial)
 
@@ -90,28 +85,24 @@ class FeedForward(Block):
         """Return what is held. With adapters the peak is that of the gathered input and the output of an adapter of
         gate or up before the sum, which is more than SwiGLU holds later."""
         width = self.ffn_hidden_size // batch.layout.tp
-        kept = peak = batch.tokens * self._kept_width // batch.layout.tp * batch.itemsize
+        kept_width = activation_width(self.ffn_hidden_size, self.activation, self.is_gated)
+        kept = peak = batch.tokens * kept_width // batch.layout.tp * batch.itemsize
         if batch.lora is not None:
             is_adapted = not {"gate_proj", "up_proj"}.isdisjoint(batch.lora.targets)
             peak += batch.gathered(self.hidden_size) + is_adapted * batch.tokens * width * batch.itemsize
         return Held(kept, peak, backward=down_peak(batch, batch.tokens, self.hidden_size, width))
-
-    @property
-    def _kept_width(self) -> int:
-        """Numbers of a token that the activation keeps."""
-        if self.is_swiglu:
-            return swiglu_width(self.ffn_hidden_size)
-        return (4 if self.is_gated else 2) * self.ffn_hidden_size
 
     def computation(self, batch: MicroBatch) -> Computation:
         activation = 3 * (self.ffn_hidden_size / batch.layout.tp)
         return super().computation(batch)._replace(elementwise=activation, launches=((FEED_FORWARD, 1),))
 
 
-def swiglu_width(ffn_hidden_size: int) -> int:
-    """Return the numbers of a token that SwiGLU keeps: gate and up together, the gate's activation, a copy of up
-    (megatron adds an offset of 0), and their product."""
-    return 5 * ffn_hidden_size
+def activation_width(ffn_hidden_size: int, activation: Activation, is_gated: bool) -> int:
+    """Return the numbers of a token that an activation keeps. SwiGLU: gate and up together, the gate's activation, a
+    copy of up (megatron adds an offset of 0), and their product."""
+    if is_gated:
+        return (5 if activation == "silu" else 4) * ffn_hidden_size
+    return 2 * ffn_hidden_size
 
 
 def down_peak(batch: MicroBatch, rows: int, hidden_size: int, width: int) -> int:
@@ -120,6 +111,16 @@ def down_peak(batch: MicroBatch, rows: int, hidden_size: int, width: int) -> int
     product = rows * width * batch.itemsize
     weight = width * hidden_size * batch.itemsize if batch.lora is None else 0
     return product + max(batch.gathered(hidden_size) + weight, product)
+
+
+def mlp_weights(prefix: str, hidden_size: int, ffn_hidden_size: int, is_gated: bool) -> Iterator[Weight]:
+    """The weights of a feed-forward network."""
+    if is_gated:
+        yield from gated_weights(prefix, hidden_size, ffn_hidden_size)
+    else:
+        up = (Projection("up_proj", ffn_hidden_size),)
+        yield Weight(f"{prefix}linear_fc1.weight", (ffn_hidden_size, hidden_size), "rows", up)
+        yield down_weight(prefix, hidden_size, ffn_hidden_size)
 
 
 def gated_weights(prefix: str, hidden_size: int, ffn_hidden_size: int) -> Iterator[Weight]:

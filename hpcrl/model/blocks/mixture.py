@@ -9,7 +9,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from hpcrl.model.blocks.block import Block, Feature, Weight, low_rank_bytes, matrices
-from hpcrl.model.blocks.feed_forward import down_peak, gated_weights, swiglu_width
+from hpcrl.model.blocks.feed_forward import Activation, activation_width, down_peak, mlp_weights
 from hpcrl.model.blocks.micro_batch import FP32, INT64, Collective, Computation, Held, Launches, MicroBatch, Products
 from hpcrl.runtime.exits import InputError
 
@@ -48,7 +48,7 @@ class MixtureOfExperts(Block):
     of the experts that all tokens go to; 0: none. has_shared_gate: a vector computes a number from each token, and its
     sigmoid multiplies their output. has_score_bias: the choice, not the weights, uses a bias per expert.
     Experts are in `num_groups` groups; a token chooses `topk_groups`, then experts inside them. A group's score is the
-    sum of its `group_best` best scores.
+    sum of its `group_best` best scores. activation, is_gated: of all experts, see `FeedForward`.
     """
 
     num_experts: int
@@ -63,13 +63,20 @@ class MixtureOfExperts(Block):
     topk_groups: int = 1
     group_best: int = 1
     routed_scale: float = 1.0
+    activation: Activation = "silu"
+    is_gated: bool = True
 
     title: ClassVar[str] = "a mixture of experts"
     recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = "moe"
 
     @property
     def supports(self) -> frozenset[Feature]:
-        return frozenset(("adapters", "transformer_engine", "context_parallel", "planned_cp"))
+        found: tuple[Feature, ...] = ("adapters", "context_parallel", "planned_cp")
+        return frozenset((*found, "transformer_engine") if self.is_swiglu else found)
+
+    @property
+    def is_swiglu(self) -> bool:
+        return self.is_gated and self.activation == "silu"
 
     @property
     def count_of_experts(self) -> int:
@@ -88,12 +95,13 @@ class MixtureOfExperts(Block):
         if self.has_score_bias:
             yield Weight("mlp.router.expert_bias", (self.num_experts,), is_frozen=True)
         if self.shared_ffn_hidden_size:
-            yield from gated_weights("mlp.shared_experts.", self.hidden_size, self.shared_ffn_hidden_size)
+            prefix, width = "mlp.shared_experts.", self.shared_ffn_hidden_size
+            yield from mlp_weights(prefix, self.hidden_size, width, self.is_gated)
         if self.has_shared_gate:
             yield Weight("mlp.shared_experts.gate_weight", (1, self.hidden_size))
 
     def expert_weights(self) -> Iterator[Weight]:
-        return gated_weights("", self.hidden_size, self.ffn_hidden_size)
+        return mlp_weights("", self.hidden_size, self.ffn_hidden_size, self.is_gated)
 
     def divided(self) -> dict[str, int]:
         shared = self.shared_ffn_hidden_size
@@ -106,7 +114,9 @@ class MixtureOfExperts(Block):
                 "moe_topk=1 with norm_topk_prob=true is not supported: the expert's weight would always be 1"
             )
         return {
-            "gated_linear_unit": True,
+            "gated_linear_unit": self.is_gated,
+            # Then the spec's module is used in place of megatron's operations.
+            **({} if self.is_swiglu else {"use_te_activation_func": True}),
             "num_moe_experts": self.num_experts,
             "moe_ffn_hidden_size": self.ffn_hidden_size,
             "moe_router_topk": self.topk,
@@ -125,7 +135,7 @@ class MixtureOfExperts(Block):
         from hpcrl.model.blocks.router import use_router
 
         use_router(spec, self, groups)
-        use_activation(spec, "silu", True, groups.pgc.tp)
+        use_activation(spec, self.activation, self.is_gated, groups.pgc.tp)
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> MixtureStep:
         from hpcrl.model.blocks.router import MixtureStep
@@ -148,10 +158,13 @@ class MixtureOfExperts(Block):
             planes = 2 * bool(batch.moe.aux_loss_coeff) + bool(batch.moe.z_loss_coeff)
             routing += batch.local * self.num_experts * planes * FP32
         # An expert has its input, and the weighted product is one more.
-        inside = swiglu_width(self.ffn_hidden_size) + self.ffn_hidden_size
+        inside, shared = (
+            activation_width(width, self.activation, self.is_gated)
+            for width in (self.ffn_hidden_size, self.shared_ffn_hidden_size)
+        )
+        inside += self.ffn_hidden_size
         expert = self.hidden_size + inside // layout.etp
-        shared = batch.tokens * swiglu_width(self.shared_ffn_hidden_size) // layout.tp * itemsize
-        kept = routing + copies * (expert * itemsize + FP32) + shared
+        kept = routing + copies * (expert * itemsize + FP32) + batch.tokens * shared // layout.tp * itemsize
         width = self.ffn_hidden_size // layout.etp
         return Held(kept, kept, backward=down_peak(batch, copies, self.hidden_size, width))
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from hpcrl.kernels.grouped_experts import Experts, mixture
-from hpcrl.model.blocks.layers import FeedForwardStep
+from hpcrl.model.blocks.layers import FeedForwardStep, activate
 from hpcrl.model.gpt import PackedTokens
 from hpcrl.runtime.megatron_versions import use_mixture
 
@@ -77,18 +77,21 @@ class MixtureStep:
 
     def __init__(self, block: MixtureOfExperts, weight: Callable[[str], Tensor], linear: Linear) -> None:
         self._block, self._linear, self.num_chosen = block, linear, block.topk
+        self._activate = partial(activate, activation=block.activation, is_gated=block.is_gated)
         self._router = weight("mlp.router.weight")
         self._bias = weight("mlp.router.expert_bias") if block.has_score_bias else None
         self._shared = None
         self._shared_gate = weight("mlp.shared_experts.gate_weight") if block.has_shared_gate else None
         if block.shared_ffn_hidden_size:
             fc1, fc2 = (weight(f"mlp.shared_experts.linear_{fc}.weight") for fc in ("fc1", "fc2"))
-            self._shared = FeedForwardStep(fc1, fc2, linear)
+            self._shared = FeedForwardStep(fc1, fc2, linear, self._activate)
         fc1s, fc2s = (
             [weight(f"mlp.experts.local_experts.{number}.linear_{fc}.weight") for number in range(block.num_experts)]
             for fc in ("fc1", "fc2")
         )
-        self._experts = [FeedForwardStep(fc1, fc2, linear) for fc1, fc2 in zip(fc1s, fc2s, strict=True)]
+        self._experts = [
+            FeedForwardStep(*of_expert, linear, self._activate) for of_expert in zip(fc1s, fc2s, strict=True)
+        ]
         # A CPU does not wait for counts, and its grouped product also takes time for experts without tokens.
         self._grouped = None if self._router.device.type == "cpu" else Experts.of(fc1s, fc2s)
 
@@ -97,7 +100,7 @@ class MixtureStep:
         experts, int64 (n, topk), to `chosen`."""
         weights, ids = self.route(x, chosen)
         if self._grouped is not None:
-            mixed = mixture(x, weights, ids, self._grouped)
+            mixed = mixture(x, weights, ids, self._grouped, self._activate)
         else:
             mixed = self._mixed(x, weights, ids)
         if self._shared is not None:

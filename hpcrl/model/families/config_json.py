@@ -127,7 +127,7 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
         # The text section that transformers 5 writes for qwen3_vl_moe says true, whatever the model has.
         sections = (whole,) if name == "qwen3_vl_moe" else (whole, text)
         config = text | {"tie_word_embeddings": any(section.get("tie_word_embeddings") for section in sections)}
-    config = with_defaults(config, name)
+    config = family.renamed(with_defaults(config, name))
     for key, expected in family.fixed.items():
         if (found := config.get(key, expected)) != expected:
             raise InputError(f"{key}={found}; only {expected} is supported; use another model")

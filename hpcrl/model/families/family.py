@@ -25,7 +25,8 @@ class Family:
     config.json; with `blocks` the family's config.json is kept as it was read, and needs no `keys`. keys: keys of
     config.json beyond Llama's, from the shape. others: a pattern of tensors that the files may have besides those of
     the model; an export copies them from the directory that the model was read from. tower: of a vision-language
-    model, whose config.json has sections for text and vision, the prefix of the tower's tensors.
+    model, whose config.json has sections for text and vision, the prefix of the tower's tensors. renamed: config.json,
+    with defaults, with the names of keys that all families have, and without older names.
     """
 
     architecture: str
@@ -35,6 +36,7 @@ class Family:
     keys: Callable[[ModelShape], dict[str, Any]] = lambda shape: {}
     tower: str | None = None
     others: str | None = None
+    renamed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
 
 
 MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
