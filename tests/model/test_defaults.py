@@ -53,7 +53,10 @@ REQUIRED: dict[str, Keys] = {
     "nemotron_h": {  # its class counts the layers of the list
         "num_hidden_layers": None,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        **{"mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4, "ssm_state_size": 10},
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "n_groups": 4,
+        "ssm_state_size": 10,
     },
 }
 # Other values than the defaults.
