@@ -12,7 +12,7 @@ from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHCon
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from hpcrl.forecast.memory.meta import fake_rank
-from hpcrl.model.blocks.absent import alone
+from hpcrl.model.blocks.absent import half_layer
 from hpcrl.model.blocks.mamba import Mamba
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.build import build_model
@@ -33,9 +33,10 @@ BLOCK = Mamba(SHAPE.hidden_size, num_heads=4, head_dim=12, num_groups=2, state_d
 
 def alternating(shape: ModelShape) -> ModelShape:
     """Mamba, attention, Mamba, an MLP, and so on."""
-    mixer = alone(BLOCK, "attention", Norms())
+    mixer = half_layer(BLOCK, "attention", Norms())
     attention, mlp = (
-        alone(block, half, Norms()) for block, half in zip(shape.layers[0].blocks, ("attention", "mlp"), strict=True)
+        half_layer(block, half, Norms())
+        for block, half in zip(shape.layers[0].blocks, ("attention", "mlp"), strict=True)
     )
     kinds = mixer, attention, mixer, mlp
     return replace(shape, blocks=tuple(kinds[layer % 4] for layer in range(shape.num_layers)))
@@ -48,7 +49,7 @@ def block(request: pytest.FixtureRequest) -> Mamba:
 
 @pytest.fixture(scope="module")
 def module(block: Mamba) -> Iterator[torch.nn.Module]:
-    shape = replace(SHAPE, num_layers=1, blocks=(alone(block, "attention", Norms()),))
+    shape = replace(SHAPE, num_layers=1, blocks=(half_layer(block, "attention", Norms()),))
     with fake_rank(Layout((0,)), 0) as groups:
         (chunk,) = build_model(shape, groups, seed=1)
         net, generator = chunk.decoder.layers[0].self_attention, torch.Generator().manual_seed(0)
@@ -139,5 +140,5 @@ def test_other_engines_refuse_it(engine: str, check: Callable[[ModelShape, int],
 
 
 def test_operations_do_not_grow_with_the_length() -> None:
-    shape = replace(SHAPE, blocks=(alone(BLOCK, "attention", Norms()),) * SHAPE.num_layers)
+    shape = replace(SHAPE, blocks=(half_layer(BLOCK, "attention", Norms()),) * SHAPE.num_layers)
     assert forward_flops(shape, [200], 0) == forward_flops(shape, [100, 100], 0)

@@ -16,7 +16,14 @@ from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config, MoeConfig, OptimConfig
 from hpcrl.engine.checkpoint.sharded_save import SavedPart, ShardedSave, describe
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.model.blocks.absent import half_layer
+from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.block import unsupported
+from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.gated_delta import GatedDelta
+from hpcrl.model.blocks.mamba import Mamba
+from hpcrl.model.blocks.mixture import MixtureOfExperts
+from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.blocks.rope import RopeScaling
 from hpcrl.model.build import copy_boxes, local_shards, named_parameters
 from hpcrl.model.shape import LatentAttention, ModelShape
@@ -60,6 +67,15 @@ _NET = GatedDelta(SHAPE.hidden_size, num_k_heads=4, num_v_heads=8, head_k_dim=8,
 DELTA = replace(  # the fourth of five layers has attention
     SHAPE, blocks=tuple(it if n == 3 else replace(it, attention=_NET) for n, it in enumerate(SHAPE.layers))
 )
+_MAMBA = half_layer(Mamba(SHAPE.hidden_size, 8, 8, num_groups=4, state_dim=12), "attention", Norms())
+_ATTENTION = half_layer(Attention(SHAPE.hidden_size, None, 8, 4, 8), "attention", Norms())
+_MLP = half_layer(FeedForward(SHAPE.hidden_size, 96, "relu2", is_gated=False), "mlp", Norms())
+_EXPERTS = MixtureOfExperts(
+    SHAPE.hidden_size, 8, 32, 3, shared_ffn_hidden_size=32, score_function="sigmoid", activation="relu2", is_gated=False
+)
+_MIXTURE = half_layer(_EXPERTS, "mlp", Norms())
+# Every layer has one block. Stages and chunks begin and end with each kind, and each stage has experts.
+HYBRID = replace(SHAPE, num_layers=6, blocks=(_MAMBA, _MIXTURE, _ATTENTION, _MLP, _MAMBA, _MIXTURE))
 SIZES = {
     1: {"single": {}},
     2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "cp2": {"cp": 2}, "pp2vpp2": {"pp": 2, "vpp": 2}},
@@ -102,7 +118,7 @@ SGD = OptimConfig(optimizer="sgd", lr=0.1, clip_grad=0.0, weight_decay=0.0)
 
 def has_layout(shape: ModelShape, name: str) -> bool:
     """Whether a model can have a layout."""
-    return shape is not DELTA or "cp" not in name
+    return "cp" not in name or unsupported(shape.layers, "context_parallel") is None
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from tests.mpi.layouts import (
     DEEPSEEK,
     DELTA,
     EXPERT_LAYOUTS,
+    HYBRID,
     LAYOUTS,
     MIXTURE,
     ROUTER_LOSSES,
@@ -122,6 +123,7 @@ CASES = {
         ("mixture", MIXTURE, [*LAYOUTS, *EXPERT_LAYOUTS]),
         ("deepseek", DEEPSEEK, [*LAYOUTS, *EXPERT_LAYOUTS]),
         ("delta", DELTA, LAYOUTS),
+        ("hybrid", HYBRID, [*LAYOUTS, *EXPERT_LAYOUTS]),
     )
     for layout in layouts
     if has_layout(shape, layout.values[0])

@@ -17,6 +17,7 @@ from tests.mpi.layouts import (
     DEEPSEEK,
     DELTA,
     EXPERT_SIZES,
+    HYBRID,
     MIXTURE,
     SHAPE,
     SIZES,
@@ -32,13 +33,14 @@ from tests.mpi.layouts import (
 )
 
 MUON = OptimConfig(optimizer="muon", lr=1e-3, weight_decay=0.1, clip_grad=0.0)
-SHAPES = {"dense": SHAPE, "mixture": MIXTURE, "deepseek": DEEPSEEK, "tied": TIED, "delta": DELTA}
+SHAPES = {"dense": SHAPE, "mixture": MIXTURE, "deepseek": DEEPSEEK, "tied": TIED, "delta": DELTA, "hybrid": HYBRID}
 OFTEN = {  # by shape: the layouts of 2 and 4 ranks that CI runs
     "dense": ("tp2", "dp2", "pp2vpp2", "tp2cp2"),
     "mixture": ("cp2", "ep2", "etp2", "tp2ep2etp2"),
     "deepseek": ("tp2ep2",),
     "tied": ("pp2dp2",),
     "delta": ("tp2",),
+    "hybrid": ("tp2",),
 }
 
 
@@ -51,7 +53,7 @@ LAYOUTS = [
     case(kind, size, layout)
     for size in (2, 4)
     for kind, shape in SHAPES.items()
-    for layout in {**SIZES[size], **(EXPERT_SIZES[size] if shape.num_experts else {})}
+    for layout in {**SIZES[size], **(EXPERT_SIZES[size] if shape.routed is not None else {})}
     if has_layout(shape, layout)
 ]
 

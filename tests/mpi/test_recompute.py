@@ -14,6 +14,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.groups import RoleGroups
 from tests.mpi.layouts import (
     DELTA,
+    HYBRID,
     MIXTURE,
     ROUTER_LOSSES,
     SGD,
@@ -64,9 +65,10 @@ def test_gradients_are_the_same(world, layout: str) -> None:
 
 
 @pytest.mark.world(1)
-def test_gradients_of_a_gated_delta_net_are_the_same(world) -> None:
-    """Its layers have parts of their own that are computed again, inside those of `full`."""
-    assert_same(role_groups(world.rank, world.size)["single"], DELTA)
+@pytest.mark.parametrize("shape", [DELTA, HYBRID], ids=["delta", "hybrid"])
+def test_gradients_of_recurrent_layers_are_the_same(world, shape: ModelShape) -> None:
+    """These layers have parts of their own that are computed again, inside those of `full`."""
+    assert_same(role_groups(world.rank, world.size)["single"], shape)
 
 
 def assert_same(groups: RoleGroups, shape: ModelShape) -> None:

@@ -20,6 +20,7 @@ from hpcrl.runtime.exits import InputError
 from tests.mpi.layouts import (
     DEEPSEEK,
     DELTA,
+    HYBRID,
     SHAPE,
     SIZES,
     SOME,
@@ -57,6 +58,7 @@ LOADED = {
     "adam-tied": (ADAM, TIED, ("single", "pp2", "pp2vpp2"), 4),
     "sgd": (SGD, SHAPE, ("single", "dp2", "tp2dp2"), 4),
     "delta": (ADAM, DELTA, ("tp2",), 1),
+    "hybrid": (ADAM, HYBRID, ("tp2",), 1),
     "adam-everywhere": (ADAM, SHAPE, (), 1),
 }
 

@@ -51,7 +51,7 @@ class Absent(Block):
         return Computation((), reductions=0)
 
 
-def alone(block: Block, half: Half, norms: Norms) -> Layer:
+def half_layer(block: Block, half: Half, norms: Norms) -> Layer:
     """Return a layer that has a block for one of its halves only, with the norms of this half."""
     norms = replace(norms, halves=(half,))
     if half == "attention":

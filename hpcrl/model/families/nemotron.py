@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpcrl.model.blocks.absent import alone
+from hpcrl.model.blocks.absent import half_layer
 from hpcrl.model.blocks.block import Layer
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.mamba import Mamba
@@ -108,14 +108,14 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     made, norms = dict[str, Layer](), Norms()
     for kind in dict.fromkeys(config["layers_block_type"]):
         if kind == "linear_attention":
-            made[kind] = alone(_mamba(config), "attention", norms)
+            made[kind] = half_layer(_mamba(config), "attention", norms)
         elif kind == "full_attention":
-            made[kind] = alone(attention_of(config, None), "attention", norms)
+            made[kind] = half_layer(attention_of(config, None), "attention", norms)
         elif kind == "mlp":
             mlp = FeedForward(config["hidden_size"], config["intermediate_size"], "relu2", is_gated=False)
-            made[kind] = alone(mlp, "mlp", norms)
+            made[kind] = half_layer(mlp, "mlp", norms)
         else:
-            made[kind] = alone(_mixture(config), "mlp", norms)
+            made[kind] = half_layer(_mixture(config), "mlp", norms)
     return {"blocks": tuple(made[kind] for kind in config["layers_block_type"])}
 
 
