@@ -369,9 +369,11 @@ class LayerCost:
         return self.model.units.attention(micro.pairs * share, micro.length, width)
 
     def _elementwise(self) -> Cost:
-        """Return the cost of two norms (read, write), two residual sums (two reads, a write), and of the blocks."""
+        """Return the cost of the norms (read, write) and residual sums (two reads, a write) of both halves, and of the
+        blocks."""
         of_blocks = self.batch.tokens * sum(it.elementwise for it in self.computations)
-        numbers = self.batch.local * 10 * self.model.shape.hidden_size + of_blocks
+        halves = len(self.layer.norms.halves)
+        numbers = self.batch.local * 5 * halves * self.model.shape.hidden_size + of_blocks
         return self.model.units.moved(numbers * self.batch.itemsize)
 
     def _reductions(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, get_args
 
 from hpcrl.model.blocks.block import Block, Feature, Half, Layer, Weight
-from hpcrl.model.blocks.micro_batch import Computation, Held, MicroBatch
+from hpcrl.model.blocks.micro_batch import Computation, Held, Launches, MicroBatch
 from hpcrl.model.blocks.norms import Norms
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.tensor_parallel import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
+
+
+NORM_AND_SUM = Launches(5, 36, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Absent(Block):
         return Held(0, 0)
 
     def computation(self, batch: MicroBatch) -> Computation:
-        return Computation((), reductions=0)
+        """Return the norm and the sum of the other half, which blocks of attention count for both."""
+        sign = 1 if self.half == "attention" else -1
+        return Computation((), reductions=0, launches=((NORM_AND_SUM, sign),))
 
 
 def half_layer(block: Block, half: Half, norms: Norms) -> Layer:

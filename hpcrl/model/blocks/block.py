@@ -332,13 +332,14 @@ class Layer:
         """Return the most bytes in a forward pass without gradients."""
         attention, mlp = (block.held(batch) for block in self.blocks)
         hidden = batch.hidden(self.attention.hidden_size)
-        return 3 * hidden + max(attention.peak, hidden + mlp.peak)
+        # The MLP's residual is not the layer's input if there is attention.
+        return 3 * hidden + max(attention.peak, ("attention" in self.norms.halves) * hidden + mlp.peak)
 
     def backward_peak(self, batch: MicroBatch) -> int:
         """Return the bytes besides what is kept in the backward pass of the MLP, at its end, or of attention, when MLP
         and its norms have freed what they kept."""
         hidden, (attention, mlp) = self.attention.hidden_size, (block.held(batch) for block in self.blocks)
-        freed = mlp.kept + self.norms.kept(batch, hidden) // 2
+        freed = mlp.kept + self.norms.kept(batch, hidden, ("mlp",))
         return 2 * batch.hidden(hidden) + max(mlp.backward, attention.backward - freed)
 
 

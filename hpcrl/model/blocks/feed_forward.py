@@ -87,6 +87,8 @@ class FeedForward(Block):
         width = self.ffn_hidden_size // batch.layout.tp
         kept_width = activation_width(self.ffn_hidden_size, self.activation, self.is_gated)
         kept = peak = batch.tokens * kept_width // batch.layout.tp * batch.itemsize
+        if not self.is_gated:  # its input is not kept
+            peak += batch.tokens * width * batch.itemsize
         if batch.lora is not None:
             is_adapted = not {"gate_proj", "up_proj"}.isdisjoint(batch.lora.targets)
             peak += batch.gathered(self.hidden_size) + is_adapted * batch.tokens * width * batch.itemsize

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hpcrl.runtime.groups import RoleGroups
 
 
-MAMBA = Launches(150, 500, 80, 40)  # with the norm and sum of the layer
-CHUNK_STEP = Launches(4, 10, 0, 0)  # from one chunk of all sequences to the next
+MAMBA = Launches(180, 730, 98, 40)  # with the norms and sums of the layer
+CHUNK_STEP = Launches(6, 18, 0, 0)  # from one chunk of all sequences to the next
 DT = 0.01  # initial
 
 
@@ -101,12 +101,16 @@ class Mamba(Block):
         )
         apart = inner if groups > 1 else 0
         kept = batch.tokens * ((2 * channels + apart + 3 * inner) * itemsize + 3 * heads * FP32)
-        # The recurrence in torch: products of the tokens of a chunk for each head, vectors, and states between chunks.
-        chunk = chunk_width(batch.longest or CHUNK)
-        states = inner * self.state_dim // chunk
-        inside = 3 * heads * chunk + 5 * inner + 2 * groups * self.state_dim + 2 * states
-        peak = batch.tokens * (inside * FP32 + (channels + inner) * itemsize)
-        again = batch.tokens * (4 * heads * chunk + 7 * inner + 4 * groups * self.state_dim + 4 * states) * FP32
+        # The recurrence in torch: products of the tokens of a chunk for each head, vectors, and states between chunks;
+        # in 16 bits copies of x, B and C.
+        chunk, keys = chunk_width(batch.longest or CHUNK), groups * self.state_dim
+        fixed = 2 * heads * chunk + 2 * inner * self.state_dim // chunk
+        inside, again = fixed + 6 * inner + 2 * keys + 4 * heads, fixed + 7 * inner + 4 * keys
+        if itemsize < FP32:
+            inside, again = inside + inner, again + 2 * inner + 2 * keys
+        outside = (2 * channels + inner + heads + apart) * itemsize
+        peak = batch.tokens * (inside * FP32 + outside)
+        again *= batch.tokens * FP32
         return Held(kept, peak, backward=again)
 
     def computation(self, batch: MicroBatch) -> Computation:

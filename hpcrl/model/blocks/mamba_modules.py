@@ -75,6 +75,14 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed.flatten(1) * weight).to(gate.dtype)
 
 
+class GroupedNorm(torch.nn.Module):
+    """The weight of `_gated_norm`."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
 class MambaMixer(RecurrentNet):
     """Mamba-2 as a layer of megatron.
 
@@ -91,8 +99,7 @@ class MambaMixer(RecurrentNet):
         self.in_proj = self.column_parallel(block.hidden_size, block.num_groups * sum(block.rows_of_group.values()))
         self.conv1d = ShortConvolution(config, channels, block.conv_width, has_bias=block.has_conv_bias)
         self.A_log, self.D, self.dt_bias = (self.vector(block.num_heads) for _ in range(3))
-        self.norm = torch.nn.Module()
-        self.norm.weight = self.vector(block.inner_dim)
+        self.norm = GroupedNorm(self.vector(block.inner_dim))
         self.out_proj = self.row_parallel(block.inner_dim, block.hidden_size)
 
     @property

@@ -166,7 +166,9 @@ class MixtureOfExperts(Block):
         expert = self.hidden_size + inside // layout.etp
         kept = routing + copies * (expert * itemsize + FP32) + batch.tokens * shared // layout.tp * itemsize
         width = self.ffn_hidden_size // layout.etp
-        return Held(kept, kept, backward=down_peak(batch, copies, self.hidden_size, width))
+        # Without a gate the input of the activation is not kept.
+        peak = kept + (0 if self.is_gated else copies * width * itemsize)
+        return Held(kept, peak, backward=down_peak(batch, copies, self.hidden_size, width))
 
     def kept_by_adapters(self, batch: MicroBatch) -> int:
         rows = self._copies(batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,9 +58,9 @@ class Norms:
         if self.after and half in self.halves:
             yield norm_weight(f"post_{half}_layernorm", hidden_size, self.zero_centered)
 
-    def kept(self, batch: MicroBatch, hidden_size: int) -> int:
-        """Return the bytes that autograd keeps."""
-        return len(self.halves) * (self.before + self.after) * batch.norm(batch.local, hidden_size)
+    def kept(self, batch: MicroBatch, hidden_size: int, of: Sequence[Half] = ("attention", "mlp")) -> int:
+        """Return the bytes that autograd keeps, of norms of these halves."""
+        return len({*of} & {*self.halves}) * (self.before + self.after) * batch.norm(batch.local, hidden_size)
 
     def use(self, spec: ModuleSpec, *, uses_te: bool) -> None:
         """Set the norms in a layer of megatron's local spec, whose other modules are set."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hpcrl.model.blocks.absent import half_layer
+from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.gated_delta import GatedDelta
+from hpcrl.model.blocks.mamba import Mamba
+from hpcrl.model.blocks.mixture import MixtureOfExperts
+from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.shape import LatentAttention, ModelShape
 
 SHAPE = ModelShape(
@@ -36,3 +42,12 @@ _NET = GatedDelta(96, num_k_heads=4, num_v_heads=8, head_k_dim=16, head_v_dim=16
 DELTA = replace(  # the last of five layers has attention
     SHAPE, blocks=tuple(it if n == 4 else replace(it, attention=_NET) for n, it in enumerate(SHAPE.layers))
 )
+_MAMBA = half_layer(Mamba(96, num_heads=8, head_dim=24, num_groups=4, state_dim=16), "attention", Norms())
+_ATTENTION = half_layer(Attention(96, None, 8, 4, 16), "attention", Norms())
+_MLP = half_layer(FeedForward(96, 208, "relu2", is_gated=False), "mlp", Norms())
+_EXPERTS = MixtureOfExperts(
+    96, 8, 72, 2, shared_ffn_hidden_size=72, score_function="sigmoid", activation="relu2", is_gated=False
+)
+_MIXTURE = half_layer(_EXPERTS, "mlp", Norms())
+# Every layer has one block.
+HYBRID = replace(SHAPE, num_layers=6, blocks=(_MAMBA, _MIXTURE, _ATTENTION, _MLP, _MAMBA, _MIXTURE))

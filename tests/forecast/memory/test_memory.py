@@ -27,7 +27,7 @@ from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
 from tests.covering import covering
 from tests.forecast.memory.passes import TOKENS, loss, make_batch, make_pass
-from tests.forecast.memory.shapes import DEEPSEEK, DELTA, MOE, SHAPE
+from tests.forecast.memory.shapes import DEEPSEEK, DELTA, HYBRID, MOE, SHAPE
 from tests.live_bytes import LiveBytes
 
 TIED = replace(SHAPE, tie_word_embeddings=True)
@@ -95,7 +95,7 @@ def make_engine(
 def host_order(model: RoleModel, stage: int) -> int:
     """Bytes of the order of the experts, which megatron keeps on the host."""
     layers = stage_layers(model.shape.num_layers, stage, model.layout.pp)
-    return sum(model.shape.layers[layer].num_experts > 0 for layer in layers) * model.shape.num_experts * 8
+    return sum(model.shape.layers[layer].num_experts for layer in layers) * 8
 
 
 @covering(
@@ -184,7 +184,7 @@ def test_activations_are_the_live_bytes(shape: ModelShape, head: Head, itemsize:
             del engine
 
 
-@pytest.mark.parametrize("shape", [DEEPSEEK, DELTA], ids=["latent_attention", "gated_delta"])
+@pytest.mark.parametrize("shape", [DEEPSEEK, DELTA, HYBRID], ids=["latent_attention", "gated_delta", "hybrid"])
 @pytest.mark.parametrize(("itemsize", "layout"), [(2, "alone"), (4, "tp2pp2")])
 def test_all_of_these_with_other_blocks(shape: ModelShape, itemsize: int, layout: str) -> None:
     test_parameters_are_those_of_megatrons_modules(shape, "lm", itemsize, layout)

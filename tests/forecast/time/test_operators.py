@@ -22,7 +22,7 @@ from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.layout import Layout
 from tests.forecast.memory.passes import LENGTH, SAMPLES, loss, make_batch
-from tests.forecast.memory.shapes import DELTA, MOE, SHAPE
+from tests.forecast.memory.shapes import DELTA, HYBRID, MOE, SHAPE
 from tests.forecast.memory.test_memory import make_engine
 from tests.rollout.small_model import draw_weights
 
@@ -54,6 +54,7 @@ def expected(operators: Operators, model: RoleModel) -> float:
         (SHAPE, "cp2", "lm"),
         (MOE, "one", "lm"),
         (DELTA, "one", "lm"),
+        (HYBRID, "one", "lm"),
     ],
 )
 def test_passes_run_as_many(shape: ModelShape, layout: str, head: Head) -> None:
@@ -70,7 +71,9 @@ def test_passes_run_as_many(shape: ModelShape, layout: str, head: Head) -> None:
     assert trained == pytest.approx(expected(TRAINING, model) + OPTIMIZER_OPERATORS, rel=NEAR)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, replace(MOE, dense_layers=()), DELTA], ids=["dense", "experts", "delta"])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, replace(MOE, dense_layers=()), DELTA, HYBRID], ids=["dense", "experts", "delta", "hybrid"]
+)
 def test_a_decode_step_runs_as_many(shape: ModelShape) -> None:
     engine = NativeEngine(shape, None, 0, 1, torch.float32, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64)
     draw_weights(engine, 0)
