@@ -416,4 +416,5 @@ def _peft_name(shape: ModelShape, hf_name: str, factor: str) -> str:
     """PEFT's name of the factor of a tensor."""
     if shape.vision is not None:  # as the modules are named; in the files of Qwen2.5-VL "model." is the language model
         hf_name = f"{LANGUAGE_MODEL}{hf_name.removeprefix(LANGUAGE_MODEL).removeprefix('model.')}"
+    hf_name = re.sub(r"^backbone\.", "model.", hf_name)  # so transformers renames Nemotron-H's
     return f"{PEFT_PREFIX}{hf_name.removesuffix('.weight')}.{factor}.weight"

@@ -17,7 +17,7 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.build import copy_boxes, initial_weight, local_shards
 from hpcrl.model.families.config_json import read_shape
 from hpcrl.model.hf_files import ADAPTER_CONFIG, adapter_config
-from hpcrl.model.shape import Lora, ModelShape, is_adapter
+from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora, ModelShape, is_adapter
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.weight_transfer import ExportWorker
@@ -58,6 +58,8 @@ def lora_engine(shape: ModelShape, groups: RoleGroups, lora: Lora = LORA, **opti
 
 # Of a model with layers of both kinds, PEFT on transformers 5 drops the adapters of dense layers.
 ALL_EXPERTS = {"qwen3-moe": {"mlp_only_layers": []}}
+# PEFT has no adapters of experts without a gate.
+TARGETS = {"nemotron-h": replace(LORA, targets=ATTENTION_PROJECTIONS)}
 NAMES = {id(SHAPE): "dense", id(TIED): "tied", id(MIXTURE): "mixture"}
 
 
@@ -190,27 +192,28 @@ def test_resumed_in_another_layout(groups, layout, other, shape, world_tmp_path:
         pytest.param("mixtral", "etp2", marks=[pytest.mark.world(2), SLOW]),
         pytest.param("llama", "tp2pp2", marks=[pytest.mark.world(4), EXHAUSTIVE]),
         pytest.param("qwen3.5", "tp2", marks=[pytest.mark.world(2), SLOW]),
+        pytest.param("nemotron-h", "tp2", marks=[pytest.mark.world(2), SLOW]),
         pytest.param("qwen3-moe", "pp2ep2", marks=[pytest.mark.world(4), SLOW]),
     ],
 )
 def test_peft_computes_what_was_trained(world, world_tmp_path: Path, name: str, layout: str) -> None:
     """Over the directory that the base came from; and `transformers` what the merged directory says."""
     source, target = world_tmp_path / "source", world_tmp_path / "adapter"
-    merged = world_tmp_path / "merged"
+    merged, lora = world_tmp_path / "merged", TARGETS.get(name, LORA)
     if world.rank == 0:
         make_model(name, **ALL_EXPERTS.get(name, {})).save_pretrained(source)
         target.mkdir()
         merged.mkdir()
     world.barrier()
     groups, batch, shape = role_groups(world.rank, world.size)[layout], make_batch(), read_shape(source)
-    worker = Policy(groups, shape, seeded(1), optim=OptimConfig(lr=1e-2), lora=LORA)
+    worker = Policy(groups, shape, seeded(1), optim=OptimConfig(lr=1e-2), lora=lora)
     worker.load(str(source), weights_only=True)
     for _ in range(2):
         worker.engine.train(part_of(batch, groups), max_tokens=60, loss=policy_loss, entropy=True)
     assert ExportWorker(worker, world.comm).write_adapter(str(target)) is None
     world.barrier()
     if world.rank == 0:
-        (target / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(shape, LORA, str(source))))
+        (target / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(shape, lora, str(source))))
     world.barrier()
     assert (
         max(float(weight.abs().max()) for name, weight in worker.engine.named_shards().items() if "lora_B" in name)
