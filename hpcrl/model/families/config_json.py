@@ -128,7 +128,9 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
     for key, expected in family.fixed.items():
         if (found := config.get(key, expected)) != expected:
             raise InputError(f"{key}={found}; only {expected} is supported; use another model")
-    if (quantised := config.get("quantization_config")) is not None:
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if quantised is not None and (method is None or method != family.quantised):
         raise InputError(
             f"quantization_config={quantised}; quantised weights are not supported, so convert them to bfloat16 first"
         )
@@ -152,7 +154,8 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
     }
     fields |= family.fields(config)
     if "blocks" in fields:
-        return ModelShape(**fields, hf_keys=json.dumps(whole, sort_keys=True))
+        kept = {key: value for key, value in whole.items() if key != "quantization_config"}
+        return ModelShape(**fields, hf_keys=json.dumps(kept, sort_keys=True))
     theta, scaling = rope_from_hf(config)
     flat = {"windows": windows_of(config, name), "rope_theta": theta, "rope_scaling": scaling}
     return ModelShape(**{**flat, **fields})
