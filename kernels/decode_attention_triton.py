@@ -181,9 +181,9 @@ def attend_launch(
     return Launch(constants, 8 if queries * block * itemsize >= 8192 else 4)
 
 
-def combine_launch(groups: int, per_head: int, value: int, *, has_sinks: bool = False) -> Launch:
+def combine_launch(groups: int, per_head: int, value: int) -> Launch:
     sizes = {"QUERIES": groups * per_head, "VALUE": value, "VALUE_BLOCK": _padded(value), "AT_ONCE": PARTS_AT_ONCE}
-    return Launch({**sizes, "HAS_SINKS": has_sinks, "OF_SINKS": LOG2_E}, 1 if value <= 128 else 4)
+    return Launch({**sizes, "OF_SINKS": LOG2_E}, 1 if value <= 128 else 4)
 
 
 def decode_attention(
@@ -201,10 +201,10 @@ def decode_attention(
         queries.contiguous(), keys, values, rows.blocks, rows.parts, totals, maxima, sums, scale * LOG2_E,
         **launch.constants, num_warps=launch.num_warps,
     )  # fmt: skip
-    launch = combine_launch(groups, per_head, value, has_sinks=sinks is not None)
+    launch = combine_launch(groups, per_head, value)
     combine[(n * groups * per_head,)](
         totals, maxima, sums, rows.parts_of, sums if sinks is None else sinks.contiguous(), outputs,
-        **launch.constants, num_warps=launch.num_warps,
+        HAS_SINKS=sinks is not None, **launch.constants, num_warps=launch.num_warps,
     )  # fmt: skip
     return outputs
 

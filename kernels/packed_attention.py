@@ -223,8 +223,8 @@ def _with_sinks(
     for first in range(0, length, window):
         last, lowest = min(first + window, length), max(0, first - window + 1)
         mask = pad(window_mask(last - first, last - lowest, window, query.device), (1, 0), value=True)
-        seen = (torch.cat([part[:, :, :1], part[:, :, lowest + 1 : last + 1]], 2) for part in (key, value))
-        own = query[:, :, first:last], *seen
+        keys, values = (torch.cat([part[:, :, :1], part[:, :, lowest + 1 : last + 1]], 2) for part in (key, value))
+        own = query[:, :, first:last], keys, values
         parts.append(scaled_dot_product_attention(*own, mask, scale=scale, enable_gqa=enable_gqa))
     return torch.cat(parts, 2)
 

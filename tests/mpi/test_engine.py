@@ -26,6 +26,7 @@ from hpcrl.runtime.world import World
 from tests.mpi.layouts import (
     DEEPSEEK,
     EXPERT_LAYOUTS,
+    GPT_OSS,
     LAYOUTS,
     MIXTURE,
     ROUTER_LOSSES,
@@ -95,9 +96,10 @@ OF_FOUR = {
     "untied": ("tp4", "pp2cp2vpp2"),
     "tied": ("tp2pp2", "tp2pp2vpp2"),
     "deepseek": ("tp2pp2", "tp2cp2", "tp2ep2etp2", "pp2vpp2ep2"),
+    "gpt-oss": ("tp2cp2", "tp2ep2etp2"),
 }
 QUICK = {  # the others are slow; on 2 ranks so are a mixture's and latent attention's others
-    2: {"mixture": ("tp2", "pp2", "cp2", "tp2ep2"), "deepseek": ("tp2", "cp2", "tp2ep2")},
+    2: {"mixture": ("tp2", "pp2", "cp2", "tp2ep2"), "deepseek": ("tp2", "cp2", "tp2ep2"), "gpt-oss": ("cp2", "etp2")},
     4: {"untied": ("tp4",), "tied": ("tp2pp2",), "mixture": ("tp2pp2", "pp2cp2vpp2", "tp2ep2etp2", "pp2vpp2ep2")},
 }
 
@@ -118,6 +120,7 @@ CASES = {
         ("tied", TIED, LAYOUTS),
         ("mixture", MIXTURE, [*LAYOUTS, *EXPERT_LAYOUTS]),
         ("deepseek", DEEPSEEK, [*LAYOUTS, *EXPERT_LAYOUTS]),
+        ("gpt-oss", GPT_OSS, [*LAYOUTS, *EXPERT_LAYOUTS]),
     )
     for layout in layouts
     for size in layout.marks[0].args

@@ -52,13 +52,13 @@ class PackedAttention(torch.nn.Module):
         checkpoints. `softmax_scale`: None is 1 / sqrt(d). `window`: a token attends to as many tokens, its own the
         last. num_sinks: this rank's query heads if these have sinks (see `causal_attention`), else 0."""
         super().__init__()
-        self.cp_group, self.tp_group = (
-            (pg_collection.cp, pg_collection.tp) if pg_collection is not None else (None,) * 2
-        )
+        self.cp_group = pg_collection.cp if pg_collection is not None else None
+        self.tp_group = pg_collection.tp if pg_collection is not None else None
         self.softmax_scale, self.rope, self.window = softmax_scale, rope, window
         dtype = torch.float32 if config is None else config.params_dtype
-        offset = torch.nn.Parameter(torch.empty(num_sinks, dtype=dtype)) if num_sinks else None
-        self.register_parameter("softmax_offset", offset)  # megatron's name
+        self.softmax_offset: torch.nn.Parameter | None = None  # megatron's name
+        if num_sinks:
+            self.softmax_offset = torch.nn.Parameter(torch.empty(num_sinks, dtype=dtype))
 
     def forward(
         self,

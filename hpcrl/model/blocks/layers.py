@@ -168,11 +168,11 @@ def activate(x: Tensor, activation: ActivationName, is_gated: bool, *numbers: An
     """
     if activation == "silu" and is_gated:
         return swiglu(x)
-    of_gate, up = x.chunk(2, dim=-1) if is_gated else (x, None)
     if activation == "clamped_swiglu":
-        alpha, limit = numbers
-        of_gate, up = of_gate.clamp(max=limit), up.clamp(-limit, limit)
-        return of_gate * torch.sigmoid(of_gate * alpha) * (up + 1)
+        (alpha, limit), (gate, linear) = numbers, x.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(gate * alpha) * (linear.clamp(-limit, limit) + 1)
+    of_gate, up = x.chunk(2, dim=-1) if is_gated else (x, None)
     if activation == "silu":
         active = torch.nn.functional.silu(of_gate)
     elif activation == "gelu_tanh":

@@ -186,7 +186,8 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
         found = config.get(key)
         if isinstance(found, int) and found > most:
             raise InputError(f"{key}={found}; expected at most {most}")
-    for key in (*_SIZES, "rms_norm_eps", "initializer_range", "routed_scaling_factor"):
+    numbers = "rms_norm_eps", "initializer_range", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit"
+    for key in (*_SIZES, *numbers):
         kinds = (int,) if key in _SIZES else (int, float)
         found = config.get(key)
         if found is not None and (isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < 2**31):

@@ -69,9 +69,15 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     options = {"qkv_bias": has_bias, "has_output_bias": has_bias, "has_sinks": True}
     rope = rope_of(config, head_dim_of(config))
     windows = {FULL: None, SLIDING: config["sliding_window"]}
-    sizes = (config[key] for key in ("hidden_size", "num_local_experts", "intermediate_size", "num_experts_per_tok"))
-    numbers = {key: float(config[key]) for key in ("swiglu_alpha", "swiglu_limit")}
-    mixture = MixtureOfExperts(*sizes, has_bias=True, **numbers)
+    mixture = MixtureOfExperts(
+        config["hidden_size"],
+        config["num_local_experts"],
+        config["intermediate_size"],
+        config["num_experts_per_tok"],
+        has_bias=True,
+        swiglu_alpha=float(config["swiglu_alpha"]),
+        swiglu_limit=float(config["swiglu_limit"]),
+    )
     kinds = {
         kind: Layer(attention_of(config, rope, window=window, **options), mixture, Norms())
         for kind, window in windows.items()
