@@ -271,6 +271,14 @@ def test_who_does_not_compute_latent_attention_says_so() -> None:
         check_tensorrt_llm(shape, 1)
 
 
+def test_who_does_not_compute_sinks_says_so() -> None:
+    shape = shape_from_hf(make_model("gpt-oss").config.to_dict())
+    with pytest.raises(InputError, match=r"rollout.exact=true with attention \(layer 0\) is not supported"):
+        check_exact(shape, 1, torch.float32, torch.device("cpu"))
+    with pytest.raises(InputError, match="rollout.engine=tensorrt_llm"):
+        check_tensorrt_llm(shape, 1)
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     model = make_model("deepseek-v3")
     shape = shape_from_hf(model.config.to_dict())

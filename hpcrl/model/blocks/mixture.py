@@ -167,8 +167,8 @@ class MixtureOfExperts(Block):
             routing += batch.local * self.num_experts * planes * FP32
         # An expert has its input, and the weighted product is one more.
         inside = swiglu_width(self.ffn_hidden_size) + self.ffn_hidden_size
-        if self.swiglu_alpha is not None:  # both clamped, the sigmoid, and a product
-            inside += 4 * self.ffn_hidden_size
+        if self.swiglu_alpha is not None:  # the clamped gate, and its sigmoid
+            inside += 2 * self.ffn_hidden_size
         expert = self.hidden_size + inside // layout.etp
         shared = batch.tokens * swiglu_width(self.shared_ffn_hidden_size) // layout.tp * itemsize
         kept = routing + copies * (expert * itemsize + FP32) + shared

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,27 +101,25 @@ class MixtureStep:
             return [weight(f"mlp.experts.local_experts.{number}.linear_{name}") for number in range(block.num_experts)]
 
         fc1s, fc2s = of_experts("fc1.weight"), of_experts("fc2.weight")
-        none: list[None] = [None] * block.num_experts
         # The ranks' parts of the output are summed.
         biases = (
-            of_experts("fc1.bias") if block.has_bias else none,
-            of_experts("fc2.bias") if block.has_bias and tp.rank == 0 else none,
+            of_experts("fc1.bias") if block.has_bias else [],
+            of_experts("fc2.bias") if block.has_bias and tp.rank == 0 else [],
         )
         self._experts = [
             FeedForwardStep(fc1, fc2, linear, activation, *of_expert)
-            for fc1, fc2, *of_expert in zip(fc1s, fc2s, *biases, strict=True)
+            for fc1, fc2, *of_expert in zip_longest(fc1s, fc2s, *biases)
         ]
-        # A CPU does not wait for counts, and its grouped product also takes time for experts without tokens. The
-        # grouped product has no biases.
-        is_grouped = self._router.device.type != "cpu" and not block.has_bias and not constants
-        self._grouped = Experts.of(fc1s, fc2s) if is_grouped else None
+        self._activation = activation
+        # A CPU does not wait for counts, and its grouped product also takes time for experts without tokens.
+        self._grouped = None if self._router.device.type == "cpu" else Experts.of(fc1s, fc2s, *biases)
 
     def __call__(self, x: Tensor, chosen: list[Tensor] | None = None) -> Tensor:
         """Map x (n, hidden) to this rank's part of the weighted sum of each token's experts (n, hidden). Appends the
         experts, int64 (n, topk), to `chosen`."""
         weights, ids = self.route(x, chosen)
         if self._grouped is not None:
-            mixed = mixture(x, weights, ids, self._grouped)
+            mixed = mixture(x, weights, ids, self._grouped, self._activation)
         else:
             mixed = self._mixed(x, weights, ids)
         if self._shared is not None:

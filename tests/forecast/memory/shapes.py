@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hpcrl.model.families.config_json import shape_from_hf
 from hpcrl.model.shape import LatentAttention, ModelShape
 
 SHAPE = ModelShape(
@@ -30,4 +31,19 @@ DEEPSEEK = replace(
     moe_num_groups=4,
     moe_topk_groups=2,
     moe_group_best=2,
+)
+GPT_OSS = shape_from_hf(
+    {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 5,
+        "hidden_size": 96,
+        "intermediate_size": 72,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "vocab_size": 1000,
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
 )
