@@ -218,6 +218,8 @@ class Safetensors:
         source = self._slice(name)
         rows, cols = slice(step * box.global_rows[0], step * box.global_rows[1]), slice(*box.global_cols)
         with self._named(name):
+            if isinstance(source, Mxfp4Slice) and number is not None:
+                return source[number, cols, slice(rows.start + first, rows.stop, step)].T
             size, height = tuple(source.get_shape()), rows.stop - rows.start
             if number is None:
                 values = source[rows, cols] if len(size) == 2 else source[rows].reshape(height, -1)[:, cols]

@@ -45,13 +45,17 @@ class Mxfp4Slice:
         return [experts, groups * GROUP, rows]
 
     def __getitem__(self, place: tuple[int, slice, slice]) -> Tensor:
-        """Return a part of one expert's matrix, fp32; only the groups that it needs are read."""
+        """Return a part of one expert's matrix, fp32; only the groups that it needs are read. The second slice may have
+        a step, which slices of files do not have."""
         import torch
 
         number, inner, outer = place
         first, last = inner.start // GROUP, -(-inner.stop // GROUP)
-        blocks, scales = (part[number, outer, first:last] for part in (self._blocks, self._scales))
-        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # (rows, groups, 32)
+        read = number, slice(outer.start, outer.stop), slice(first, last)
+        blocks, scales = (part[read][:: outer.step or 1] for part in (self._blocks, self._scales))
         numbers = torch.tensor((*POSITIVE, *(-number for number in POSITIVE)))
-        values = torch.ldexp(numbers[codes.int()], scales.int().unsqueeze(-1) - BIAS).flatten(1)
+        of_bytes = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), -1)
+        values = torch.nn.functional.embedding(blocks.int(), of_bytes)  # (rows, groups, 16, 2)
+        factors = torch.ldexp(torch.ones(scales.shape), scales.int() - BIAS)
+        values = values.mul_(factors[..., None, None]).flatten(1)
         return values[:, inner.start - first * GROUP : inner.stop - first * GROUP].T
