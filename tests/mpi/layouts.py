@@ -19,6 +19,7 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.blocks.gated_delta import GatedDelta
 from hpcrl.model.blocks.rope import RopeScaling
 from hpcrl.model.build import copy_boxes, local_shards, named_parameters
+from hpcrl.model.families.config_json import shape_from_hf
 from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.runtime.groups import RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout
@@ -54,6 +55,23 @@ DEEPSEEK = replace(
     moe_topk_groups=2,
     moe_group_best=2,
     moe_routed_scale=2.5,
+)
+GPT_OSS = shape_from_hf(
+    {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 5,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "vocab_size": 45,
+        "initializer_range": 0.1,
+        "sliding_window": 7,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 0.3,
+    }
 )
 TIED = replace(SHAPE, tie_word_embeddings=True)
 _NET = GatedDelta(SHAPE.hidden_size, num_k_heads=4, num_v_heads=8, head_k_dim=8, head_v_dim=12)

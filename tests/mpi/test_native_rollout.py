@@ -24,7 +24,7 @@ from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.user_code import import_file
 from tests.covering import slow_but
-from tests.mpi.layouts import DEEPSEEK, DELTA
+from tests.mpi.layouts import DEEPSEEK, DELTA, GPT_OSS
 
 pytestmark = pytest.mark.ci_world(2)
 
@@ -75,6 +75,7 @@ SHAPES = {
     "untied": make_shape(),
     "tied": make_shape(tied=True),
     "deepseek": replace(DEEPSEEK, num_layers=3, vocab_size=SIZES["vocab_size"], init_std=0.2),
+    "gpt-oss": replace(GPT_OSS, vocab_size=SIZES["vocab_size"]),
     "window": replace(make_shape(), windows=(6, None, 6)),
     "norms": replace(make_shape(), norms=Norms(before=True, after=True)),
     "zero_centered": replace(make_shape(), qk_norm=True, norms=Norms(zero_centered=True)),
@@ -147,7 +148,7 @@ def as_batch(completions: list[Completion]) -> DataProto:
 @pytest.mark.parametrize("name", slow_but("untied", SHAPES))
 def test_rollout_and_training_agree_on_log_probs_after_a_refit(world: World, cache: GroupCache, name: str) -> None:
     for training, rollout in LAYOUTS[world.size]:
-        if SHAPES[name].num_experts:
+        if SHAPES[name].routed is not None:
             rollout = replace(rollout, etp=rollout.tp)
         actor, engine = refit(world, SHAPES[name], training, rollout, cache)
         completions = world.broadcast_object(generate(engine), rollout.ranks[0])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Initial numbers of xIELU: softplus of the first is 0.8, that of the second 0.3.
 XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
 FEED_FORWARD = Launches(14, 39, 8, 3)
-Activation = Literal["silu", "gelu_tanh", "relu2", "xielu"]
+Activation = Literal["silu", "gelu_tanh", "relu2", "xielu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,15 @@ def down_peak(batch: MicroBatch, rows: int, hidden_size: int, width: int) -> int
     return product + max(batch.gathered(hidden_size) + weight, product)
 
 
-def gated_weights(prefix: str, hidden_size: int, ffn_hidden_size: int) -> Iterator[Weight]:
+def gated_weights(prefix: str, hidden_size: int, ffn_hidden_size: int, *, has_bias: bool = False) -> Iterator[Weight]:
     """Gate and up in one matrix, and down."""
     both = Projection("gate_proj", ffn_hidden_size), Projection("up_proj", ffn_hidden_size)
     yield Weight(f"{prefix}linear_fc1.weight", (2 * ffn_hidden_size, hidden_size), "gated", both)
+    if has_bias:
+        yield Weight(f"{prefix}linear_fc1.bias", (2 * ffn_hidden_size,), "gated", both)
     yield down_weight(prefix, hidden_size, ffn_hidden_size)
+    if has_bias:
+        yield Weight(f"{prefix}linear_fc2.bias", (hidden_size,))
 
 
 def down_weight(prefix: str, hidden_size: int, ffn_hidden_size: int) -> Weight:

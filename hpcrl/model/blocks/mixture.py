@@ -9,7 +9,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from hpcrl.model.blocks.block import Block, Feature, Weight, low_rank_bytes, matrices
-from hpcrl.model.blocks.feed_forward import down_peak, gated_weights, swiglu_width
+from hpcrl.model.blocks.feed_forward import Activation, down_peak, gated_weights, swiglu_width
 from hpcrl.model.blocks.micro_batch import FP32, INT64, Collective, Computation, Held, Launches, MicroBatch, Products
 from hpcrl.runtime.exits import InputError
 
@@ -48,7 +48,9 @@ class MixtureOfExperts(Block):
     of the experts that all tokens go to; 0: none. has_shared_gate: a vector computes a number from each token, and its
     sigmoid multiplies their output. has_score_bias: the choice, not the weights, uses a bias per expert.
     Experts are in `num_groups` groups; a token chooses `topk_groups`, then experts inside them. A group's score is the
-    sum of its `group_best` best scores.
+    sum of its `group_best` best scores. has_bias: router and experts have biases; those of the router's logits count in
+    the weights too. swiglu_alpha, swiglu_limit: of experts with `clamped_swiglu`, see
+    `hpcrl.model.blocks.layers.activate`.
     """
 
     num_experts: int
@@ -63,13 +65,24 @@ class MixtureOfExperts(Block):
     topk_groups: int = 1
     group_best: int = 1
     routed_scale: float = 1.0
+    has_bias: bool = False
+    swiglu_alpha: float | None = None
+    swiglu_limit: float | None = None
 
     title: ClassVar[str] = "a mixture of experts"
     recomputed: ClassVar[Literal["core_attn", "mlp", "moe", ""]] = "moe"
 
     @property
     def supports(self) -> frozenset[Feature]:
-        return frozenset(("adapters", "transformer_engine", "context_parallel", "planned_cp"))
+        found: tuple[Feature, ...] = ("adapters", "context_parallel", "planned_cp")
+        return frozenset(found if self.has_bias else (*found, "transformer_engine"))
+
+    @property
+    def activation(self) -> tuple[Activation, tuple[float, ...]]:
+        """The activation of experts, and its constants."""
+        if self.swiglu_alpha is None or self.swiglu_limit is None:
+            return "silu", ()
+        return "clamped_swiglu", (self.swiglu_alpha, self.swiglu_limit)
 
     @property
     def count_of_experts(self) -> int:
@@ -85,6 +98,8 @@ class MixtureOfExperts(Block):
 
     def weights(self) -> Iterator[Weight]:
         yield Weight("mlp.router.weight", (self.num_experts, self.hidden_size))
+        if self.has_bias:
+            yield Weight("mlp.router.bias", (self.num_experts,))
         if self.has_score_bias:
             yield Weight("mlp.router.expert_bias", (self.num_experts,), is_frozen=True)
         if self.shared_ffn_hidden_size:
@@ -93,7 +108,7 @@ class MixtureOfExperts(Block):
             yield Weight("mlp.shared_experts.gate_weight", (1, self.hidden_size))
 
     def expert_weights(self) -> Iterator[Weight]:
-        return gated_weights("", self.hidden_size, self.ffn_hidden_size)
+        return gated_weights("", self.hidden_size, self.ffn_hidden_size, has_bias=self.has_bias)
 
     def divided(self) -> dict[str, int]:
         shared = self.shared_ffn_hidden_size
@@ -106,6 +121,8 @@ class MixtureOfExperts(Block):
                 "moe_topk=1 with norm_topk_prob=true is not supported: the expert's weight would always be 1"
             )
         return {
+            # Then the spec's module is used in place of megatron's operations.
+            **({} if self.swiglu_alpha is None else {"use_te_activation_func": True}),
             "gated_linear_unit": True,
             "num_moe_experts": self.num_experts,
             "moe_ffn_hidden_size": self.ffn_hidden_size,
@@ -125,12 +142,13 @@ class MixtureOfExperts(Block):
         from hpcrl.model.blocks.router import use_router
 
         use_router(spec, self, groups)
-        use_activation(spec, "silu", True, groups.pgc.tp)
+        name, constants = self.activation
+        use_activation(spec, name, True, groups.pgc.tp, constants)
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> MixtureStep:
         from hpcrl.model.blocks.router import MixtureStep
 
-        return MixtureStep(self, weight, linear)
+        return MixtureStep(self, weight, linear, tp)
 
     def inputs(self) -> dict[str, int]:
         return {"sequence of a token": INT64}
@@ -149,6 +167,8 @@ class MixtureOfExperts(Block):
             routing += batch.local * self.num_experts * planes * FP32
         # An expert has its input, and the weighted product is one more.
         inside = swiglu_width(self.ffn_hidden_size) + self.ffn_hidden_size
+        if self.swiglu_alpha is not None:  # the clamped gate, and its sigmoid
+            inside += 2 * self.ffn_hidden_size
         expert = self.hidden_size + inside // layout.etp
         shared = batch.tokens * swiglu_width(self.shared_ffn_hidden_size) // layout.tp * itemsize
         kept = routing + copies * (expert * itemsize + FP32) + shared

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpcrl.model.blocks.gated_delta import GatedDelta
+from hpcrl.model.families.config_json import shape_from_hf
 from hpcrl.model.shape import LatentAttention, ModelShape
 
 SHAPE = ModelShape(
@@ -35,4 +36,19 @@ DEEPSEEK = replace(
 _NET = GatedDelta(96, num_k_heads=4, num_v_heads=8, head_k_dim=16, head_v_dim=16)
 DELTA = replace(  # the last of five layers has attention
     SHAPE, blocks=tuple(it if n == 4 else replace(it, attention=_NET) for n, it in enumerate(SHAPE.layers))
+)
+GPT_OSS = shape_from_hf(
+    {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 5,
+        "hidden_size": 96,
+        "intermediate_size": 72,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "vocab_size": 1000,
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
 )
