@@ -92,7 +92,9 @@ def _ceil(x: Tensor, unit: Tensor | int) -> Tensor:
     return (x + (unit - 1)) // unit
 
 
-def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float) -> Tensor:
+def decode_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Return softmax(scale q k) v over the tokens of a row, for each row and each of its queries.
 
     queries: (n, KV heads, queries of a head, key_dim); keys: (blocks, KV heads, key_dim, block size), contiguous;
@@ -102,12 +104,14 @@ def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedR
 
     Moves the keys and values of all rows once, and for each part an output in fp32 twice; 2 (key_dim + value_dim)
     operations per query and token.
+
+    sinks: (KV heads, queries of a head), the score of one more key whose value is 0. Not yet run on a GPU with them.
     """
     if is_fused(keys, values):
         from hpcrl.kernels.decode_attention_triton import decode_attention as fused
 
-        return fused(queries, keys, values, rows, scale)
-    return reference(queries, keys, values, rows, scale)
+        return fused(queries, keys, values, rows, scale, sinks)
+    return reference(queries, keys, values, rows, scale, sinks)
 
 
 def is_fused(keys: Tensor, values: Tensor) -> bool:
@@ -131,7 +135,9 @@ def first_width(keys: Tensor, values: Tensor) -> int:
     return values.size(-1) if values_are_keys(keys, values) else 1 << (keys.size(-2).bit_length() - 1)
 
 
-def reference(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float) -> Tensor:
+def reference(
+    queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Gathers all rows, padded to `width` blocks."""
     places = rows.starts[:, None] + torch.arange(rows.width, dtype=torch.int32, device=keys.device)
     blocks = rows.blocks[places.clamp_(max=len(rows.blocks) - 1)]
@@ -139,4 +145,12 @@ def reference(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, sc
     value = values[blocks].transpose(1, 2).flatten(2, 3).float()
     is_after = torch.arange(key.size(-1), device=keys.device) >= rows.lengths[:, None]
     scores = (queries.float() @ key * scale).masked_fill_(is_after[:, None, None], -torch.inf)
-    return (scores.softmax(-1) @ value).to(queries.dtype)
+    return (softmax_with(scores, sinks) @ value).to(queries.dtype)
+
+
+def softmax_with(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of `scores` (..., tokens) and `sinks`, which fit in (...), without the sinks' weights."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).unsqueeze(-1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]

@@ -95,8 +95,9 @@ def attend(
 
 @triton.jit
 def combine(
-    totals, maxima, sums, parts_of, outputs,
+    totals, maxima, sums, parts_of, sinks, outputs,
     QUERIES: tl.constexpr, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, OF_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of one row into the output of one of its QUERIES (of all KV heads)."""
     program = tl.program_id(0).to(tl.int64)
@@ -118,6 +119,12 @@ def combine(
         total_weight = total_weight * kept + tl.sum(part_sums * factors, 0)
         total = total * kept + tl.sum(part_totals * factors[:, None], 0)
         maximum = higher
+    if HAS_SINKS:
+        sink = tl.load(sinks + query).to(tl.float32) * OF_SINKS
+        higher = tl.maximum(maximum, sink)
+        kept = tl.exp2(maximum - higher)
+        total_weight = total_weight * kept + tl.exp2(sink - higher)
+        total = total * kept
     tl.store(outputs + program * VALUE + column, (total / total_weight).to(outputs.dtype.element_ty), column < VALUE)
 
 
@@ -176,10 +183,12 @@ def attend_launch(
 
 def combine_launch(groups: int, per_head: int, value: int) -> Launch:
     sizes = {"QUERIES": groups * per_head, "VALUE": value, "VALUE_BLOCK": _padded(value), "AT_ONCE": PARTS_AT_ONCE}
-    return Launch(sizes, 1 if value <= 128 else 4)
+    return Launch({**sizes, "OF_SINKS": LOG2_E}, 1 if value <= 128 else 4)
 
 
-def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float) -> Tensor:
+def decode_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     n, groups, per_head, key = queries.shape
     value, parts = values.size(-1), len(rows.parts)
     first, value_in_key = first_width(keys, values), values_are_keys(keys, values)
@@ -194,8 +203,9 @@ def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedR
     )  # fmt: skip
     launch = combine_launch(groups, per_head, value)
     combine[(n * groups * per_head,)](
-        totals, maxima, sums, rows.parts_of, outputs, **launch.constants, num_warps=launch.num_warps
-    )
+        totals, maxima, sums, rows.parts_of, sums if sinks is None else sinks.contiguous(), outputs,
+        HAS_SINKS=sinks is not None, **launch.constants, num_warps=launch.num_warps,
+    )  # fmt: skip
     return outputs
 
 

@@ -19,22 +19,34 @@ ALIGNMENT = 16  # bytes, of the strides of a grouped product
 
 class Experts(NamedTuple):
     """Weights of E experts of a layer, without a copy: fc1 (E, 2 ffn, hidden), or (E, ffn, hidden) without a gate, and
-    fc2 (E, hidden, ffn), from the last expert to the first if `is_reversed`."""
+    fc2 (E, hidden, ffn), and biases of their outputs (E, 2 ffn) and (E, hidden), from the last expert to the first if
+    `is_reversed`."""
 
     fc1: Tensor
     fc2: Tensor
     is_reversed: bool
+    fc1_bias: Tensor | None = None
+    fc2_bias: Tensor | None = None
 
     @classmethod
-    def of(cls, fc1: Sequence[Tensor], fc2: Sequence[Tensor]) -> Experts | None:
+    def of(
+        cls,
+        fc1: Sequence[Tensor],
+        fc2: Sequence[Tensor],
+        fc1_bias: Sequence[Tensor] = (),
+        fc2_bias: Sequence[Tensor] = (),
+    ) -> Experts | None:
         """None if their device or dtype has no grouped product, or they are not at equal distances in one memory, as
         they are in a stack and, in reverse order, in megatron's buffers."""
         if not _has_grouped_product(fc1[0].device, fc1[0].dtype):
             return None
-        stacks = [_stacked(weights) for weights in (fc1, fc2)]
-        if None in stacks or stacks[0][1] != stacks[1][1]:
+        found: list[Any] = [
+            _stacked(weights) if weights else (None, None) for weights in (fc1, fc2, fc1_bias, fc2_bias)
+        ]
+        if None in found or len({is_reversed for _, is_reversed in found} - {None}) > 1:
             return None
-        return cls(stacks[0][0], stacks[1][0], stacks[0][1])
+        (first, is_reversed), (second, _), *of_biases = found
+        return cls(first, second, is_reversed, *(stack for stack, _ in of_biases))
 
 
 def mixture(
@@ -46,9 +58,14 @@ def mixture(
     flat = num_experts - 1 - ids.flatten() if experts.is_reversed else ids.flatten()
     by_expert, places = flat.sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(num_experts, device=flat.device), right=True, out_int32=True)
-    inner = activate(_grouped_product(x[places // ids.size(1)], experts.fc1.transpose(1, 2), ends))
+    inner = _grouped_product(x[places // ids.size(1)], experts.fc1.transpose(1, 2), ends)
+    if experts.fc1_bias is not None:
+        inner = inner + experts.fc1_bias[by_expert]
+    outputs = _grouped_product(activate(inner), experts.fc2.transpose(1, 2), ends)
+    if experts.fc2_bias is not None:
+        outputs = outputs + experts.fc2_bias[by_expert]
     weighted = x.new_empty(len(places), x.size(1))
-    weighted[places] = _grouped_product(inner, experts.fc2.transpose(1, 2), ends)
+    weighted[places] = outputs
     return (weighted.unflatten(0, weights.shape) * weights.unsqueeze(-1).to(x.dtype)).sum(1)
 
 
@@ -63,7 +80,8 @@ def _stacked(weights: Sequence[Tensor]) -> Any:
     if len(distances) > 1 or not all(weight.is_contiguous() for weight in weights):
         return None
     (distance,) = distances
-    if any(stride * size % ALIGNMENT for stride in (distance, first.stride(0))) or min(places) * size % ALIGNMENT:
+    unaligned = any(number * size % ALIGNMENT for number in (distance, first.stride(0), min(places)))
+    if first.dim() == 2 and unaligned:
         return None
     strides = (abs(distance), *first.stride())
     return first.as_strided((len(weights), *first.shape), strides, min(places)), distance < 0

@@ -55,9 +55,10 @@ def packed_attention(
     sequences: Sequences,
     scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(scale q k) v over the tokens of the same sequence up to each query's own position, of these the
-    last `window`; None: all.
+    last `window`; None: all. sinks: (heads,), see `causal_attention`; libraries do not have them.
 
     query: (T, heads, key_dim); key: (T, KV heads, key_dim); value: (T, KV heads, value_dim), no wider; fp32, bf16 or
     fp16. The result is (T, heads, value_dim). `scale`: None is 1 / sqrt(key_dim). Moves all of them once; about heads
@@ -65,10 +66,10 @@ def packed_attention(
 
     Not yet run with a library on a GPU. Without one, tokens are padded to the longest sequence.
     """
-    if is_fused(query):
+    if sinks is None and is_fused(query):
         return by_library(query, key, value, sequences.bounds, sequences.longest, scale, window)
     width = value.size(-1)
-    return _padded(query, key, _as_wide(value, key), sequences, scale, window)[..., :width]
+    return _padded(query, key, _as_wide(value, key), sequences, scale, window, sinks)[..., :width]
 
 
 def by_library(
@@ -170,10 +171,24 @@ def _as_wide(value: Tensor, key: Tensor) -> Tensor:
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, *, enable_gqa: bool = True
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
+    *,
+    enable_gqa: bool = True,
 ) -> Tensor:
     """Attention of `query` (N, heads, L, d) to `key` and `value` (N, KV heads, L, d) up to each query's own position,
-    of these the last `window`: (N, heads, L, d). A window takes products of at most window x 2 window numbers."""
+    of these the last `window`: (N, heads, L, d). A window takes products of at most window x 2 window numbers.
+
+    sinks: (heads,), the score of one more key whose value is 0 (Agarwal et al. 2025, arXiv:2508.10925, section 2.3).
+    """
+    if sinks is not None:
+        scale, width = scale or query.size(-1) ** -0.5, value.size(-1)
+        with_sinks = add_sinks(query, key, value, sinks / scale)
+        return _with_sinks(*with_sinks, scale, window, enable_gqa)[..., :width]
     length = query.size(2)
     if window is None or length <= window:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
@@ -186,6 +201,34 @@ def causal_attention(
     return torch.cat(parts, 2)
 
 
+def add_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Add a dimension, in which queries (N, heads, L, d) have `sinks` (heads,), and a first key, which has 1 in it and
+    0 elsewhere. Values, as wide as keys, are 0 there."""
+    column = sinks.to(query.dtype).view(-1, 1, 1).expand(*query.shape[:-1], 1)
+    first = torch.zeros_like(key[:, :, :1]), key.new_ones(*key.shape[:2], 1, 1)
+    keys = torch.cat([torch.cat(first, -1), pad(key, (0, 1))], 2)
+    return torch.cat([query, column], -1), keys, pad(value, (0, 1, 1, 0))
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, enable_gqa: bool
+) -> Tensor:
+    """`causal_attention` with one more key and value, the first, which all queries attend to."""
+    length = query.size(2)
+    if window is None or length <= window:
+        query = pad(query, (0, 0, 1, 0))  # of the first key, so that the causal mask fits
+        found = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        return found[:, :, 1:]
+    parts = []
+    for first in range(0, length, window):
+        last, lowest = min(first + window, length), max(0, first - window + 1)
+        mask = pad(window_mask(last - first, last - lowest, window, query.device), (1, 0), value=True)
+        keys, values = (torch.cat([part[:, :, :1], part[:, :, lowest + 1 : last + 1]], 2) for part in (key, value))
+        own = query[:, :, first:last], keys, values
+        parts.append(scaled_dot_product_attention(*own, mask, scale=scale, enable_gqa=enable_gqa))
+    return torch.cat(parts, 2)
+
+
 def window_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return which keys the last `queries` tokens of a causal sequence attend to, bool (queries, keys)."""
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
@@ -193,11 +236,17 @@ def window_mask(queries: int, keys: int, window: int | None, device: torch.devic
 
 
 def _padded(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Padding is at the end, where the causal mask hides it from every token."""
     queries, keys, values = (_pad(part, sequences) for part in (query, key, value))
-    outputs = causal_attention(queries, keys, values, scale, window)
+    outputs = causal_attention(queries, keys, values, scale, window, sinks)
     return outputs.transpose(1, 2)[sequences.numbers, sequences.positions]
 
 

@@ -54,6 +54,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' class and con
             "num_key_value_heads": 2,
         },
     ),
+    "hybrid": (  # three layers of four are gated delta nets; the operations of a step are those of 4m
+        "Qwen3_5",
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 256,
+            "intermediate_size": 504,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
     "106m": (
         "Qwen2",
         {
@@ -128,7 +143,8 @@ def write_model(name: str, folder: Path) -> Path:
 
     family, own = MODELS[name]
     ids = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": 0}
-    config = getattr(transformers, f"{family}Config")(**{**TEXT, **own, **ids})
+    text = f"{family}TextConfig" if hasattr(transformers, f"{family}TextConfig") else f"{family}Config"
+    config = getattr(transformers, text)(**{**TEXT, **own, **ids})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():

@@ -4,7 +4,8 @@ tensors are read: each rank reads the slices that it needs, and writes whole ten
 The same spans serve reading, writing and the refit's planner: both formats have the same rows in another order.
 
 Some families have the matrices of a layer's experts in one tensor x (experts, in, out), transposed against those of
-linear layers. Here each expert's matrix (out, in) is a tensor of its own, `x[expert]`.
+linear layers. Here each expert's matrix (out, in) is a tensor of its own, `x[expert]`, and `x[expert].T` where no
+library saves the tensor as (experts, out, in). `[0::2]` and `[1::2]` after it are every second of its rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -23,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from hpcrl.model.blocks.block import Box
 from hpcrl.model.families.config_json import CONFIG, FAMILIES, hf_config, read_shape
 from hpcrl.model.families.family import LANGUAGE_MODEL
+from hpcrl.model.mxfp4 import BLOCKS, SCALES, Mxfp4Slice, weight_of
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.runtime.exits import InputError
@@ -80,10 +83,25 @@ def hf_names_of(shape: ModelShape, name: str) -> list[str]:
     return hf_names
 
 
-def stack_of(hf_name: str) -> tuple[str, int | None]:
-    """Split x[3] into "x" and 3, for a matrix of a stacked tensor; the second is None for other tensors."""
-    name, _, number = hf_name.removesuffix("]").partition("[")
-    return name, int(number) if number else None
+class StackPlace(NamedTuple):
+    """What x[3].T[1::2] means: the matrix `number` of the tensor `name` of a file, in it every `step`-th row from
+    `first` on. number: None for a tensor that is not a stack."""
+
+    name: str
+    number: int | None = None
+    is_transposed: bool = False
+    first: int = 0
+    step: int = 1
+
+
+_STACKED = re.compile(r"(.+?)\[(\d+)\](\.T)?(?:\[(\d)::(\d)\])?")
+
+
+def stack_of(hf_name: str) -> StackPlace:
+    if (found := _STACKED.fullmatch(hf_name)) is None:
+        return StackPlace(hf_name)
+    name, number, transposed, first, step = found.groups()
+    return StackPlace(name, int(number), transposed is not None, int(first or 0), int(step or 1))
 
 
 def hf_shards(shape: ModelShape) -> list[Shard]:
@@ -117,7 +135,7 @@ def slices(shape: ModelShape, shard: Shard) -> Iterator[tuple[str, Box]]:
 def others_of(shape: ModelShape, names: Iterable[str]) -> list[str]:
     """Return the tensors of files that are not the model's, but known: those of the family, and layers that predict
     further tokens, which follow the model's own."""
-    pattern, own = FAMILIES[shape.family].others, {stack_of(shard.local_name)[0] for shard in hf_shards(shape)}
+    pattern, own = FAMILIES[shape.family].others, {stack_of(shard.local_name).name for shard in hf_shards(shape)}
     rest = [name for name in names if name not in own]
     # Only further layers have this projection.
     further = tuple(name.removesuffix("eh_proj.weight") for name in rest if name.endswith(".eh_proj.weight"))
@@ -128,11 +146,12 @@ def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[
     """Yield a line for each tensor that is missing, of another shape, or unknown."""
     expected, also = {}, {}
     for shard in hf_shards(shape):
-        name, number = stack_of(shard.local_name)
-        expected[name] = shard.local_shape
+        name, number, is_transposed, _, step = stack_of(shard.local_name)
+        expected[name] = size = step * shard.local_shape[0], *shard.local_shape[1:]
         if number is not None and shape.routed is not None:
-            also[name] = shape.routed.num_experts, *shard.local_shape  # as transformers 5 saves them
-            expected[name] = shape.routed.num_experts, *reversed(shard.local_shape)
+            expected[name] = shape.routed.num_experts, *reversed(size)
+            if not is_transposed:
+                also[name] = shape.routed.num_experts, *size  # as transformers 5 saves them
     for name, size in expected.items():
         if name not in found:
             yield f"no tensor {name}"
@@ -177,7 +196,8 @@ class Safetensors:
 
     def check(self, shape: ModelShape) -> None:
         """Raise InputError if the files do not fit this model, from their headers: no tensor is read."""
-        problems = list(differing(shape, {name: tuple(self._slice(name).get_shape()) for name in self._file_of}))
+        names = {weight_of(name, self._file_of) for name in self._file_of}
+        problems = list(differing(shape, {name: tuple(self._slice(name).get_shape()) for name in sorted(names)}))
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise InputError(f"{self._folder}: {problems[0]}{more}; copy the directory again, or fix {CONFIG}")
@@ -188,19 +208,28 @@ class Safetensors:
             out = weights[shard.name].detach().view(shard.local_shape[0], -1)
             out.zero_()
             for hf_name, box in slices(shape, shard):
-                name, number = stack_of(hf_name)
-                source = self._slice(name)
-                rows, cols = slice(*box.global_rows), slice(*box.global_cols)
-                with self._named(name):
-                    size, height = tuple(source.get_shape()), rows.stop - rows.start
-                    if number is not None and size[1:] == shard.global_shape:
-                        values = source[number, rows, cols]
-                    elif number is not None:
-                        values = source[number, cols, rows].T
-                    else:
-                        values = source[rows, cols] if len(size) == 2 else source[rows].reshape(height, -1)[:, cols]
+                values = self._read(stack_of(hf_name), shard, box)
                 height, width = values.shape
                 out[box.local_row : box.local_row + height, box.local_col : box.local_col + width].copy_(values)
+
+    def _read(self, place: StackPlace, shard: Shard, box: Box) -> Tensor:
+        """Return the values of a box, (rows, columns)."""
+        name, number, is_transposed, first, step = place
+        source = self._slice(name)
+        rows, cols = slice(step * box.global_rows[0], step * box.global_rows[1]), slice(*box.global_cols)
+        with self._named(name):
+            if isinstance(source, Mxfp4Slice) and number is not None:
+                return source[number, cols, slice(rows.start + first, rows.stop, step)].T
+            size, height = tuple(source.get_shape()), rows.stop - rows.start
+            if number is None:
+                values = source[rows, cols] if len(size) == 2 else source[rows].reshape(height, -1)[:, cols]
+            elif len(size) == 2:
+                values = source[number, rows].unsqueeze(1)
+            elif not is_transposed and size[1:] == shard.global_shape:
+                values = source[number, rows, cols]
+            else:
+                values = source[number, cols, rows].T
+        return values[first::step]
 
     def others(self, shape: ModelShape) -> Iterator[dict[str, Tensor]]:
         """Yield the tensors of `others_of` by name, at most `MAX_BYTES` at a time, unless one is larger."""
@@ -218,6 +247,8 @@ class Safetensors:
             yield part
 
     def _slice(self, name: str) -> Any:
+        if name not in self._file_of and name + BLOCKS in self._file_of:
+            return Mxfp4Slice(f"{self._folder}: {name}", self._slice(name + BLOCKS), self._slice(name + SCALES))
         if name not in self._file_of:
             raise InputError(f"{self._folder}: no tensor {name}; copy the directory again")
         with self._named(name):
@@ -238,7 +269,8 @@ class Safetensors:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            path, reason = self._folder / self._file_of[tensor], " ".join(str(error).split())
+            file = self._file_of.get(tensor) or self._file_of[tensor + BLOCKS]
+            path, reason = self._folder / file, " ".join(str(error).split())
             raise InputError(f"{path}: {reason}; expected {tensor} in it: copy the directory again") from error
 
 
@@ -246,11 +278,19 @@ def whole_tensors(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a file by name, from those of its `hf_shards`: matrices of a stacked tensor become one."""
     import torch
 
-    found: dict[str, list[Tensor]] = {}
-    for name, part in parts.items():
-        stack, number = stack_of(name)
-        found.setdefault(stack, []).append(part if number is None else part.T)
-    return {name: torch.stack(each) if name not in parts else each[0] for name, each in found.items()}
+    found: dict[str, Tensor] = {}
+    counts = Counter(stack_of(name).name for name in parts)
+    for hf_name, part in parts.items():
+        name, number, _, first, step = stack_of(hf_name)
+        if number is None:
+            found[name] = part
+            continue
+        if name not in found:
+            size = step * len(part), *part.shape[1:]
+            found[name] = torch.empty(counts[name] // step, *reversed(size), dtype=part.dtype)
+        matrix = found[name][number]
+        (matrix.T if matrix.dim() == 2 else matrix)[first::step] = part
+    return found
 
 
 MAX_BYTES = 5 * 10**9  # of a file, unless one tensor is larger; as in save_pretrained()
@@ -276,7 +316,7 @@ def plan_files(shape: ModelShape, itemsize: int, num_writers: int) -> list[HfFil
     enough tensors."""
     tensors: dict[str, list[Shard]] = {}
     for shard in hf_shards(shape):
-        tensors.setdefault(stack_of(shard.local_name)[0], []).append(shard)
+        tensors.setdefault(stack_of(shard.local_name).name, []).append(shard)
     sizes = [sum(math.prod(shard.local_shape) for shard in parts) * itemsize for parts in tensors.values()]
     limit = min(MAX_BYTES, -(-sum(sizes) // num_writers))
     groups: list[list[Shard]] = []
@@ -316,7 +356,7 @@ def write_beside(
     """Write index, config.json, generation_config.json and the tokenizer's files. like: a directory of the same model,
     whose config.json and generation_config.json are kept except for dtype and token ids, and from which tensors are
     copied that the model does not have. Raises OSError."""
-    weight_map = {stack_of(shard.local_name)[0]: file.name for file in files for shard in file.shards}
+    weight_map = {stack_of(shard.local_name).name: file.name for file in files for shard in file.shards}
     total = sum(math.prod(shard.local_shape) * itemsize for file in files for shard in file.shards)
     copied = {} if like is None else _copy_others(folder, shape, like)
     if copied and len(files) == 1:  # readers prefer the single file to an index
@@ -332,6 +372,7 @@ def write_beside(
         config = read_json(like / CONFIG, like)
         if config.get("num_nextn_predict_layers") and not copied:
             config["num_nextn_predict_layers"] = 0  # their weights are not in the files
+    config.pop("quantization_config", None)  # the weights that are written are not quantised
     for key in ("dtype", "torch_dtype"):  # the newer and the older name
         config[key] = dtype
     generation: dict[str, Any] = {}

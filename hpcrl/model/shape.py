@@ -185,7 +185,7 @@ class ModelShape:
     @property
     def has_stacked_experts(self) -> bool:
         """Whether its Hugging Face directories have a layer's experts in one tensor."""
-        return self.family == "qwen3_vl_moe"
+        return self.family in ("gpt_oss", "qwen3_vl_moe")
 
     @property
     def tokens_per_patch(self) -> float:

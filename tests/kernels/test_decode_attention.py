@@ -78,14 +78,17 @@ def make(shape: Shape, dtype: torch.dtype, device: torch.device, least: int = 64
     return Cache(queries, keys, values, rows)
 
 
-def exact(cache: Cache, scale: float) -> Tensor:
+def exact(cache: Cache, scale: float, sinks: Tensor | None = None) -> Tensor:
     """One token at a time."""
     outputs = []
     for query, start, length in zip(cache.queries.double(), cache.rows.starts, cache.rows.lengths, strict=True):
         places = [(int(cache.rows.blocks[start + token // SIZE]), token % SIZE) for token in range(length)]
         keys = torch.stack([cache.keys[block, :, :, offset] for block, offset in places]).double()
         values = torch.stack([cache.values[block, :, offset] for block, offset in places]).double()
-        weights = (torch.einsum("hqd,thd->hqt", query, keys) * scale).softmax(-1)
+        weights = torch.einsum("hqd,thd->hqt", query, keys) * scale
+        if sinks is not None:
+            weights = torch.cat([weights, sinks.double().unsqueeze(-1)], -1)
+        weights = weights.softmax(-1)[..., :length]
         outputs.append(torch.einsum("hqt,thd->hqd", weights, values))
     return torch.stack(outputs)
 
@@ -104,6 +107,19 @@ def test_it_is_attention(
     assert_near(found, exact(cache, scale), dtype)
     monkeypatch.setenv("HPCRL_KERNELS", "torch")
     assert_near(found, decode_attention(*cache, scale=scale), dtype, factor=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_is_one_more_score_without_a_value(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is far from the scores, on either side."""
+    cache = make(SHAPES[0], dtype, device)
+    sinks = torch.tensor([[-200.0, -1.0, 0.0], [1.0, 3.0, 40.0]], device=device).to(dtype)
+    expected = exact(cache, 0.2, sinks)
+    assert_near(decode_attention(*cache, scale=0.2, sinks=sinks), expected, dtype)
+    monkeypatch.setenv("HPCRL_KERNELS", "torch")
+    assert_near(decode_attention(*cache, scale=0.2, sinks=sinks), expected, dtype)
 
 
 def test_it_does_not_matter_how_rows_are_cut(device: torch.device) -> None:

@@ -24,18 +24,22 @@ def weights_of_experts(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_sum_of_each_tokens_experts(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_it_is_the_sum_of_each_tokens_experts(dtype: torch.dtype, has_bias: bool) -> None:
     torch.manual_seed(0)
     fc1, fc2 = weights_of_experts(dtype)
+    sizes = (EXPERTS, 2 * FFN), (EXPERTS, HIDDEN)
+    biases = [tuple(reversed((torch.randn(size, device=DEVICE).to(dtype) * has_bias).unbind())) for size in sizes]
     x, weights = torch.randn(TOKENS, HIDDEN, device=DEVICE).to(dtype), torch.rand(TOKENS, TOPK, device=DEVICE)
     ids = torch.rand(TOKENS, EXPERTS - 2, device=DEVICE).argsort(1)[:, :TOPK] + 1  # the first and the last have none
     expected = torch.zeros(TOKENS, HIDDEN, device=DEVICE, dtype=torch.float64)
     for token, (chosen, shares) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
         for expert, share in zip(chosen, shares, strict=True):
-            inner = swiglu(x[[token]].double() @ fc1[expert].double().T)
-            expected[token] += share * (inner @ fc2[expert].double().T)[0]
+            inner = swiglu(x[[token]].double() @ fc1[expert].double().T + biases[0][expert].double())
+            expected[token] += share * ((inner @ fc2[expert].double().T)[0] + biases[1][expert].double())
     for is_reversed in (True, False):
-        lists = (fc1, fc2) if is_reversed else tuple(torch.stack(each).unbind() for each in (fc1, fc2))
+        lists = (fc1, fc2, *biases) if has_bias else (fc1, fc2)
+        lists = lists if is_reversed else tuple(torch.stack(each).unbind() for each in lists)
         experts = Experts.of(*lists)
         if experts is None:
             pytest.skip(f"this torch has no grouped product of {dtype} on {DEVICE.type}")

@@ -19,15 +19,26 @@ LENGTHS = np.array([5, 1, 9, 0, 17])
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def exact(query: Tensor, key: Tensor, value: Tensor, lengths: np.ndarray, scale: float) -> Tensor:
+def exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: np.ndarray,
+    scale: float,
+    window: int = 1000,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """In fp64, one sequence at a time, with all pairs of tokens."""
     times = query.size(1) // key.size(1)
     outputs = []
     for q, k, v in zip(*(part.double().split(lengths.tolist()) for part in (query, key, value)), strict=True):
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
         scores = torch.einsum("ihd,jhd->hij", q, k) * scale
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v))
+        every = torch.ones_like(scores, dtype=torch.bool)
+        scores = scores.masked_fill(every.triu(1) | every.tril(-window), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)], -1)
+        outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., : len(k)], v))
     return torch.cat(outputs)
 
 
@@ -49,6 +60,20 @@ def test_forward_and_backward(dtype: torch.dtype, heads: int, groups: int, key_d
     wanted = torch.autograd.grad(expected, inputs, grad.double())
     for one, other in zip(torch.autograd.grad(found, inputs, grad), wanted, strict=True):
         assert_near(one, other, dtype, factor=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 4, 12])
+def test_a_sink_is_one_more_score_without_a_value(dtype: torch.dtype, window: int | None) -> None:
+    inputs = made(dtype, 6, 2, 24, 16, int(LENGTHS.sum()))
+    sinks = torch.linspace(-3.0, 3.0, 6, device=DEVICE).to(dtype).requires_grad_()
+    found = packed_attention(*inputs, Sequences.of(LENGTHS, DEVICE), 0.3, window, sinks)
+    expected = exact(*inputs, LENGTHS, 0.3, window or 1000, sinks)
+    assert_near(found, expected, dtype, factor=2)
+    grad = torch.randn_like(found)
+    wanted = torch.autograd.grad(expected, (*inputs, sinks), grad.double())
+    for one, other in zip(torch.autograd.grad(found, (*inputs, sinks), grad), wanted, strict=True):
+        assert_near(one, other, dtype, factor=3)
 
 
 def test_the_installed_torch_takes_what_it_is_given() -> None:

@@ -157,6 +157,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500.0},
         },
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            "intermediate_size": 32,  # as wide as the hidden state, as in the published models
+            "swiglu_limit": 0.3,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "deepseek-v2": (
         "deepseek_v2",
         {
@@ -183,10 +194,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 STATES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h")
-WINDOWS = ("mistral-window", "qwen2-window", "smollm3-window", "ministral", "olmo3", "gemma3")
+WINDOWS = ("mistral-window", "qwen2-window", "smollm3-window", "ministral", "olmo3", "gemma3", "gpt-oss")
 EXPERTS = (
     *("qwen3-moe", "mixtral", "qwen3-next", "qwen3.5-moe", "glm4-moe", "minimax-m2"),
-    *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "nemotron-h"),
+    *("gpt-oss", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "nemotron-h"),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from hpcrl.model.build import paste_boxes
 from hpcrl.model.exact import check_exact
 from hpcrl.model.families.config_json import hf_config, read_shape, shape_from_hf
-from hpcrl.model.hf_files import Safetensors, differing, hf_shards, open_weights, others_of, plan_files, write_beside
+from hpcrl.model.hf_files import (
+    Safetensors,
+    differing,
+    hf_shards,
+    open_weights,
+    others_of,
+    plan_files,
+    whole_tensors,
+    write_beside,
+)
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.cache_layout import CacheLayout
@@ -111,8 +123,74 @@ def test_ranks_get_their_slices_and_together_they_are_the_files(name: str, tp_si
                     out[box.local_row : box.local_row + len(part)][known] = part[known]
     for other in others_of(shape, theirs):
         theirs.pop(other)
-    assert back.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in back.items())
+    written = whole_tensors(back)
+    assert written.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in written.items())
+
+
+def packed(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random weights of 4 bits for a tensor (experts, in, out), as blocks and scales; `weights` says their size."""
+    experts, inner, outer = weights.shape
+    size = experts, outer, inner // 32
+    return torch.randint(0, 256, (*size, 16), dtype=torch.uint8), torch.randint(118, 126, size, dtype=torch.uint8)
+
+
+def test_weights_of_4_bits_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    """Also of ranks that divide an expert inside a group of 32."""
+    model = make_model("gpt-oss", intermediate_size=96, hidden_size=64)
+    model.save_pretrained(tmp_path)
+    tensors, expected = load_file(tmp_path / "model.safetensors"), {}
+    torch.manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        blocks, scales = packed(tensors.pop(name))
+        expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    expected |= {name: tensor for name, tensor in tensors.items() if tensor.dtype != torch.uint8}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+
+    shape = read_shape(tmp_path)
+    assert shape == shape_from_hf(config) and "quantization_config" not in hf_config(shape)
+    source = open_weights(tmp_path, shape)
+    for ranks in (1, 2):
+        found: dict[str, torch.Tensor] = {}
+        for rank in range(ranks):
+            table = shards(shape, Layout(tuple(range(ranks)), tp=ranks, etp=ranks), rank)
+            weights = {shard.name: torch.full(shard.local_shape, torch.nan) for shard in table}
+            source.load(shape, table, weights)
+            for shard in table:
+                paste_boxes(weights[shard.name], found.setdefault(shard.name, torch.empty(shard.global_shape)), shard)
+        back = {}
+        for its in hf_shards(shape):
+            out = torch.empty(its.local_shape)
+            for box in its.boxes:
+                height = box.global_rows[1] - box.global_rows[0]
+                out[box.local_row : box.local_row + height] = found[its.name][slice(*box.global_rows)]
+            back[its.local_name] = out
+        whole = whole_tensors(back)
+        assert whole.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in whole.items())
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    write_beside(exported, plan_files(shape, 2, 1), shape, 2, "bfloat16", tmp_path, None)
+    assert read_shape(exported) == shape
+    assert "quantization_config" not in json.loads((exported / "config.json").read_text())
+
+
+def test_weights_of_4_bits_that_are_damaged_are_an_error(tmp_path: Path) -> None:
+    make_model("gpt-oss").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    blocks, scales = packed(tensors.pop(name))
+    for changed in ({f"{name}_blocks": blocks[:, :9]}, {f"{name}_scales": scales.float()}):
+        damaged = {f"{name}_blocks": blocks, f"{name}_scales": scales, **changed}
+        save_file(
+            {**tensors, **{key: part.contiguous() for key, part in damaged.items()}}, tmp_path / "model.safetensors"
+        )
+        with pytest.raises(InputError, match=rf"{re.escape(name)}: blocks of .* and scales of .*; expected U8"):
+            open_weights(tmp_path, read_shape(tmp_path))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -193,6 +271,14 @@ def test_who_does_not_compute_latent_attention_says_so() -> None:
     with pytest.raises(InputError, match=r"rollout.exact=true with latent attention \(layer 0\) is not supported"):
         check_exact(shape, 1, torch.float32, torch.device("cpu"))
     with pytest.raises(InputError, match="rollout.engine=tensorrt_llm: its layout of latent attention"):
+        check_tensorrt_llm(shape, 1)
+
+
+def test_who_does_not_compute_sinks_says_so() -> None:
+    shape = shape_from_hf(make_model("gpt-oss").config.to_dict())
+    with pytest.raises(InputError, match=r"rollout.exact=true with attention \(layer 0\) is not supported"):
+        check_exact(shape, 1, torch.float32, torch.device("cpu"))
+    with pytest.raises(InputError, match="rollout.engine=tensorrt_llm"):
         check_tensorrt_llm(shape, 1)
 
 

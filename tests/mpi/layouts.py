@@ -26,6 +26,7 @@ from hpcrl.model.blocks.mixture import MixtureOfExperts
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.blocks.rope import RopeScaling
 from hpcrl.model.build import copy_boxes, local_shards, named_parameters
+from hpcrl.model.families.config_json import shape_from_hf
 from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.runtime.groups import RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout
@@ -62,6 +63,23 @@ DEEPSEEK = replace(
     moe_group_best=2,
     moe_routed_scale=2.5,
 )
+GPT_OSS = shape_from_hf(
+    {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 5,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "vocab_size": 45,
+        "initializer_range": 0.1,
+        "sliding_window": 7,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 0.3,
+    }
+)
 TIED = replace(SHAPE, tie_word_embeddings=True)
 _NET = GatedDelta(SHAPE.hidden_size, num_k_heads=4, num_v_heads=8, head_k_dim=8, head_v_dim=12)
 DELTA = replace(  # the fourth of five layers has attention
@@ -71,7 +89,7 @@ _MAMBA = half_layer(Mamba(SHAPE.hidden_size, 8, 8, num_groups=4, state_dim=12), 
 _ATTENTION = half_layer(Attention(SHAPE.hidden_size, None, 8, 4, 8), "attention", Norms())
 _MLP = half_layer(FeedForward(SHAPE.hidden_size, 96, "relu2", is_gated=False), "mlp", Norms())
 _EXPERTS = MixtureOfExperts(
-    SHAPE.hidden_size, 8, 32, 3, shared_ffn_hidden_size=32, score_function="sigmoid", activation="relu2", is_gated=False
+    SHAPE.hidden_size, 8, 32, 3, shared_ffn_hidden_size=32, score_function="sigmoid", is_gated=False
 )
 _MIXTURE = half_layer(_EXPERTS, "mlp", Norms())
 # Every layer has one block. Stages and chunks begin and end with each kind, and each stage has experts.

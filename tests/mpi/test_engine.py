@@ -27,6 +27,7 @@ from tests.mpi.layouts import (
     DEEPSEEK,
     DELTA,
     EXPERT_LAYOUTS,
+    GPT_OSS,
     HYBRID,
     LAYOUTS,
     MIXTURE,
@@ -99,9 +100,15 @@ OF_FOUR = {
     "tied": ("tp2pp2", "tp2pp2vpp2"),
     "deepseek": ("tp2pp2", "tp2cp2", "tp2ep2etp2", "pp2vpp2ep2"),
     "delta": ("tp4",),
+    "gpt-oss": ("tp2cp2", "tp2ep2etp2"),
 }
 QUICK = {  # the others are slow; on 2 ranks so are a mixture's and latent attention's others
-    2: {"mixture": ("tp2", "pp2", "cp2", "tp2ep2"), "deepseek": ("tp2", "cp2", "tp2ep2"), "delta": ("tp2",)},
+    2: {
+        "mixture": ("tp2", "pp2", "cp2", "tp2ep2"),
+        "deepseek": ("tp2", "cp2", "tp2ep2"),
+        "delta": ("tp2",),
+        "gpt-oss": ("cp2", "etp2"),
+    },
     4: {"untied": ("tp4",), "tied": ("tp2pp2",), "mixture": ("tp2pp2", "pp2cp2vpp2", "tp2ep2etp2", "pp2vpp2ep2")},
 }
 
@@ -123,6 +130,7 @@ CASES = {
         ("mixture", MIXTURE, [*LAYOUTS, *EXPERT_LAYOUTS]),
         ("deepseek", DEEPSEEK, [*LAYOUTS, *EXPERT_LAYOUTS]),
         ("delta", DELTA, LAYOUTS),
+        ("gpt-oss", GPT_OSS, [*LAYOUTS, *EXPERT_LAYOUTS]),
         ("hybrid", HYBRID, [*LAYOUTS, *EXPERT_LAYOUTS]),
     )
     for layout in layouts

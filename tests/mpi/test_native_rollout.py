@@ -24,7 +24,7 @@ from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.user_code import import_file
 from tests.covering import slow_but
-from tests.mpi.layouts import DEEPSEEK, DELTA, HYBRID
+from tests.mpi.layouts import DEEPSEEK, DELTA, GPT_OSS, HYBRID
 
 pytestmark = pytest.mark.ci_world(2)
 
@@ -75,6 +75,7 @@ SHAPES = {
     "untied": make_shape(),
     "tied": make_shape(tied=True),
     "deepseek": replace(DEEPSEEK, num_layers=3, vocab_size=SIZES["vocab_size"], init_std=0.2),
+    "gpt-oss": replace(GPT_OSS, vocab_size=SIZES["vocab_size"]),
     "window": replace(make_shape(), windows=(6, None, 6)),
     "norms": replace(make_shape(), norms=Norms(before=True, after=True)),
     "zero_centered": replace(make_shape(), qk_norm=True, norms=Norms(zero_centered=True)),

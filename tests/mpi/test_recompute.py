@@ -14,6 +14,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.groups import RoleGroups
 from tests.mpi.layouts import (
     DELTA,
+    GPT_OSS,
     HYBRID,
     MIXTURE,
     ROUTER_LOSSES,
@@ -79,14 +80,22 @@ def assert_same(groups: RoleGroups, shape: ModelShape) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("layout", ["tp2ep2", "pp2vpp2", pytest.param("cp2", marks=pytest.mark.slow)])
-def test_each_token_of_a_mixture_is_balanced_once(world, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("tp2ep2", MIXTURE),
+        ("pp2vpp2", MIXTURE),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("cp2", MIXTURE), ("etp2", GPT_OSS))),
+    ],
+    ids=["tp2ep2", "pp2vpp2", "cp2", "gpt-oss-etp2"],
+)
+def test_each_token_of_a_mixture_is_balanced_once(world, layout: str, shape: ModelShape) -> None:
     """A layer that is computed again, after the forward pass of other micro-batches, sees its own sequences."""
     groups = role_groups(world.rank, world.size)[layout]
-    expected, _, metrics = trained(groups, RecomputeConfig(), MIXTURE, 64)
+    expected, _, metrics = trained(groups, RecomputeConfig(), shape, 64)
     assert metrics["moe_aux_loss"] > 1.0
     for way, options in MIXTURE_WAYS.items():
-        found, _, again = trained(groups, RecomputeConfig(**options), MIXTURE, 64)
+        found, _, again = trained(groups, RecomputeConfig(**options), shape, 64)
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), way
         assert again == metrics, way
 

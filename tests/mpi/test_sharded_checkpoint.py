@@ -20,6 +20,7 @@ from hpcrl.runtime.exits import InputError
 from tests.mpi.layouts import (
     DEEPSEEK,
     DELTA,
+    GPT_OSS,
     HYBRID,
     SHAPE,
     SIZES,
@@ -134,6 +135,24 @@ def test_a_frozen_parameter_is_saved_and_left_alone(groups, world_tmp_path):
     save_sharded(engine, world_tmp_path / "actor", groups["tp2"])
     load_sharded(alone, world_tmp_path / "actor")
     assert_slices(engine, engine.named_shards(), weights(alone))
+
+
+@pytest.mark.slow
+@pytest.mark.world(2)
+@pytest.mark.parametrize("layout", ["etp2", "tp2ep2"])
+def test_biases_and_sinks_are_loaded_under_another_layout(groups, world_tmp_path, layout):
+    engine, alone, again = (
+        TrainEngine(GPT_OSS, groups[name], optim=ADAM, total_steps=9, seed=seed)
+        for name, seed in ((layout, 3), ("alone", 4), (layout, 5))
+    )
+    train(engine, make_batch(), 2)
+    save_sharded(engine, world_tmp_path / "actor", groups[layout])
+    load_sharded(alone, world_tmp_path / "actor")
+    assert_slices(engine, engine.named_shards(), weights(alone))
+    load_sharded(again, world_tmp_path / "actor")
+    for name, tensor in engine.named_shards().items():
+        assert torch.equal(tensor, again.named_shards()[name]), name
+    assert train(again, make_batch(), 1) == train(engine, make_batch(), 1)
 
 
 @pytest.mark.ci_world(2)

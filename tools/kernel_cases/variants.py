@@ -102,11 +102,10 @@ def _decode_attention_variants() -> list[KernelVariant]:
             )
         )
         launch = decode_attention_triton.combine_launch(groups, per_head, value)
-        pointers = temporary | {"parts_of": "*i32", "outputs": "*bf16"}
+        pointers = temporary | {"parts_of": "*i32", "sinks": "*bf16", "outputs": "*bf16"}
+        constants = {**launch.constants, "HAS_SINKS": key == 64}
         found.append(
-            KernelVariant(
-                f"{name} combine", decode_attention_triton.combine, pointers, launch.constants, launch.num_warps
-            )
+            KernelVariant(f"{name} combine", decode_attention_triton.combine, pointers, constants, launch.num_warps)
         )
     pointers = dict.fromkeys(("starts", "lengths", "num_rows", "parts", "parts_of"), "*i32")
     integers = dict.fromkeys(("n", "num_parts", "wanted", "least"), "i32")

@@ -28,7 +28,7 @@ HEAD_NORM = Launches(10, 56, 8, 1)
 class Heads(NamedTuple):
     """The heads of a model, and their widths. `rope_dim` is the width of the rotated part of queries and keys.
     `has_norm` says whether queries and keys have an RMSNorm, and `has_gate` whether the output has a gate, which the
-    projection of the queries computes."""
+    projection of the queries computes. has_sinks: see `Attention`."""
 
     queries: int
     groups: int
@@ -37,6 +37,7 @@ class Heads(NamedTuple):
     rope_dim: int
     has_norm: bool = False
     has_gate: bool = False
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ class HeadsBlock(Block):
             copies = batch.norm_copies * (query + key) * FP32
             inside = (query + 2 * key) * itemsize if batch.norm_keeps_input else copies
             total += batch.tokens * (inside + (queries + heads.groups // tp) * FP32)
+        if heads.has_sinks:  # one more number of each head; a window's parts have copies of keys and values
+            copies = 2 * (queries + heads.groups // tp) + (0 if self.sees is None else 4 * key)
+            total += batch.tokens * copies * itemsize
         if heads.has_gate:  # the gate, its sigmoid, and the gated output
             total += batch.tokens * 3 * queries * heads.value_dim * itemsize
         return total
@@ -142,7 +146,9 @@ class Attention(HeadsBlock):
     qk_norm: RMSNorm of queries and keys, of each head or of all heads together. window: a token attends to itself and
     the tokens before it, so many in all (Beltagy et al. 2020, arXiv:2004.05150, section 3.1); None: to all. has_gate:
     the output is multiplied by the sigmoid of a gate, whose rows follow those of each query head (Qiu et al. 2025,
-    arXiv:2505.06708). softmax_scale: factor of the products of queries and keys; None: 1 / sqrt(head_dim).
+    arXiv:2505.06708). softmax_scale: factor of the products of queries and keys; None: 1 / sqrt(head_dim). has_sinks:
+    the softmax has one more score, a number of each query head that is trained, whose value is 0 (Agarwal et al. 2025,
+    arXiv:2508.10925, section 2.3).
     """
 
     num_heads: int
@@ -154,6 +160,8 @@ class Attention(HeadsBlock):
     zero_centered: bool = False  # the norms of queries and keys, see `hpcrl.model.blocks.norms.Norms`
     has_gate: bool = False
     softmax_scale: float | None = None
+    has_output_bias: bool = False
+    has_sinks: bool = False
 
     title: ClassVar[str] = "attention"
 
@@ -169,9 +177,10 @@ class Attention(HeadsBlock):
     @property
     def supports(self) -> frozenset[Feature]:
         found: set[Feature] = {"adapters", "context_parallel", "planned_cp"}
-        if self.is_common or self.qk_norm == "head":
+        if (self.is_common or self.qk_norm == "head") and not self.has_output_bias:
             found |= {"transformer_engine", "fp8"}
-        if self.window is None and not self.has_gate and self.qk_norm != "all" and self.softmax_scale is None:
+        others = self.has_gate, self.has_sinks, self.has_output_bias
+        if self.window is None and not any(others) and self.qk_norm != "all" and self.softmax_scale is None:
             found.add("exact")
         return frozenset(found)
 
@@ -188,7 +197,8 @@ class Attention(HeadsBlock):
     def heads(self) -> Heads:
         width, rope = self.head_dim, self.rope
         rotated = rope.dim if rope is not None else 0
-        return Heads(self.num_heads, self.num_groups, width, width, rotated, bool(self.qk_norm), self.has_gate)
+        flags = bool(self.qk_norm), self.has_gate, self.has_sinks
+        return Heads(self.num_heads, self.num_groups, width, width, rotated, *flags)
 
     def weights(self) -> Iterator[Weight]:
         width, per_group = self.head_dim, self.num_heads // self.num_groups
@@ -207,7 +217,11 @@ class Attention(HeadsBlock):
                 yield replace(norm_weight(name, number * width, self.zero_centered), cut="rows")
             else:
                 yield norm_weight(name, width, self.zero_centered)
+        if self.has_sinks:
+            yield Weight("self_attention.core_attention.softmax_offset", (self.num_heads,), "rows", initial=0.0)
         yield output_projection(self.hidden_size, self.num_heads * width)
+        if self.has_output_bias:
+            yield Weight("self_attention.linear_proj.bias", (self.hidden_size,))
 
     def divided(self) -> dict[str, int]:
         return {"num_query_groups": self.num_groups}
@@ -225,11 +239,14 @@ class Attention(HeadsBlock):
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
         from hpcrl.model.blocks.attention_modules import ExactPackedAttention, GatedAttention, PackedAttention
-        from hpcrl.model.blocks.layers import SplitRMSNorm
+        from hpcrl.model.blocks.layers import BiasedRowParallel, SplitRMSNorm
 
         attention = spec.submodules.self_attention.submodules
         core = ExactPackedAttention if exact else PackedAttention
-        attention.core_attention = partial(core, rope=self.rope, window=self.window)
+        num_sinks = self.num_heads // groups.layout.tp if self.has_sinks else 0
+        attention.core_attention = partial(core, rope=self.rope, window=self.window, num_sinks=num_sinks)
+        if self.has_output_bias:
+            attention.linear_proj = BiasedRowParallel
         if self.has_gate:
             spec.submodules.self_attention.module = GatedAttention
         if self.qk_norm == "all":

@@ -14,14 +14,16 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hpcrl.kernels.layers import apply_rope, rms_norm
-from hpcrl.kernels.packed_attention import by_library, causal_attention, is_fused, window_mask
+from hpcrl.kernels.packed_attention import add_sinks, by_library, causal_attention, is_fused, window_mask
 from hpcrl.kernels.store_heads import HeadWeights
-from hpcrl.model.blocks.layers import norm_factor, split_rms_norm
+from hpcrl.model.blocks.layers import norm_factor, plus, sharded_state, split_rms_norm
 from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.exact import exact_attention
 from hpcrl.model.gpt import PackedTokens, Tail
 
 if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
     from hpcrl.model.blocks.attention import Attention
     from hpcrl.model.tensor_parallel import TensorParallel
 
@@ -38,17 +40,25 @@ class PackedAttention(torch.nn.Module):
 
     def __init__(
         self,
+        config: TransformerConfig | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         softmax_scale: float | None = None,
         rope: Rope | None = None,
         window: int | None = None,
+        num_sinks: int = 0,
         **_: object,
     ) -> None:
-        """Only the context-parallel group of `pg_collection` is used, and only with context parallelism.
-        `softmax_scale`: None is 1 / sqrt(d). `window`: a token attends to as many tokens, its own the last."""
+        """The context-parallel group of `pg_collection` is used with context parallelism, its tensor-parallel group in
+        checkpoints. `softmax_scale`: None is 1 / sqrt(d). `window`: a token attends to as many tokens, its own the
+        last. num_sinks: this rank's query heads if these have sinks (see `causal_attention`), else 0."""
         super().__init__()
         self.cp_group = pg_collection.cp if pg_collection is not None else None
+        self.tp_group = pg_collection.tp if pg_collection is not None else None
         self.softmax_scale, self.rope, self.window = softmax_scale, rope, window
+        dtype = torch.float32 if config is None else config.params_dtype
+        self.softmax_offset: torch.nn.Parameter | None = None  # megatron's name
+        if num_sinks:
+            self.softmax_offset = torch.nn.Parameter(torch.empty(num_sinks, dtype=dtype))
 
     def forward(
         self,
@@ -67,7 +77,7 @@ class PackedAttention(torch.nn.Module):
         """
         packed, width = packed_seq_params, value.size(-1)
         query, key = self.rotate(query, packed), self.rotate(key, packed)
-        if packed.cu_seqlens_q is not None and is_fused(query):
+        if packed.cu_seqlens_q is not None and self.softmax_offset is None and is_fused(query):
             return self._attend_packed(query, key, value, packed)
         if width < key.size(-1):
             value = pad(value, (0, key.size(-1) - width))
@@ -96,16 +106,27 @@ class PackedAttention(torch.nn.Module):
         for tail, tail_query in zip(tails, query.split([tail.queries for tail in tails]), strict=True):
             keys = tail.keys if self.window is None else tail.keys[-(tail.queries + self.window - 1) :]
             key, value = gathered.index_select(0, keys).transpose(0, 1).chunk(2, -1)
-            mask = _lower_right(tail.queries, len(keys), self.window, query.device)
             args = tail_query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-            output = scaled_dot_product_attention(*args, mask, scale=self.softmax_scale, enable_gqa=gqa)
-            yield output.squeeze(0).transpose(0, 1)
+            scale, num_sinks = self.softmax_scale, 0
+            if self.softmax_offset is not None:
+                scale, num_sinks = scale or query.size(-1) ** -0.5, 1
+                args = add_sinks(*args, self.softmax_offset / scale)
+            mask = _lower_right(tail.queries, len(keys), self.window, query.device, num_sinks)
+            output = scaled_dot_product_attention(*args, mask, scale=scale, enable_gqa=gqa)
+            yield output[0, ..., : query.size(-1)].transpose(0, 1)
         yield gathered[:0].reshape(0, *query.shape[1:]) + query[:0]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention: `query` (N, heads, L, d), `key` and `value` (N, groups, L, d) -> (N, heads, L, d)."""
         gqa = query.size(1) != key.size(1)
-        return causal_attention(query, key, value, self.softmax_scale, self.window, enable_gqa=gqa)
+        options = self.softmax_scale, self.window, self.softmax_offset
+        return causal_attention(query, key, value, *options, enable_gqa=gqa)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Same as in megatron's linear layers."""
+        return sharded_state(self, {"softmax_offset": 0}, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 class ExactPackedAttention(PackedAttention):
@@ -133,9 +154,11 @@ class CachedAttention:
     new: StoredTokens
     takes_product = False  # whether `of_product` may be called
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Map queries (n, KV heads, queries of a head, key_dim), keys and values as in `StoredTokens.store`, to (n, KV
-        heads, queries of a head, value_dim)."""
+        heads, queries of a head, value_dim). sinks: (KV heads, queries of a head), see `causal_attention`."""
         raise NotImplementedError
 
     def of_product(self, layer: int, mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor) -> Tensor:
@@ -191,6 +214,12 @@ class AttentionStep:
         query, key = (weight(f"self_attention.{head}_layernorm.weight") if block.qk_norm else None for head in "qk")
         self._stored = HeadWeights(bias, query, key, eps)
         self._num_groups = len(self._qkv) * block.num_groups // block.num_rows
+        # The ranks' parts of the output are summed.
+        has_bias = block.has_output_bias and tp.rank == 0
+        self._output_bias = weight("self_attention.linear_proj.bias") if has_bias else None
+        self._sinks = None
+        if block.has_sinks:
+            self._sinks = weight("self_attention.core_attention.softmax_offset").view(self._num_groups, -1)
         # Engines divide products of queries and keys by sqrt(head_dim).
         self._scale = None if block.softmax_scale is None else block.softmax_scale * math.sqrt(block.head_dim)
 
@@ -208,10 +237,10 @@ class AttentionStep:
             mixed, angles = self._linear(x, self._qkv), rotate.angles(rope)
             return self._linear(attention.of_product(layer, mixed, self._weights, *angles).flatten(1), self._proj)
         queries, keys, values, gate = self._heads(x, rotate)
-        attended = attention(layer, queries, keys, values).flatten(1)
+        attended = attention(layer, queries, keys, values, self._sinks).flatten(1)
         if gate is not None:
             attended = attended * gate.sigmoid()
-        return self._linear(attended, self._proj)
+        return plus(self._linear(attended, self._proj), self._output_bias)
 
     def store(self, layer: int, x: Tensor, attention: CachedAttention, rotate: Rotation) -> None:
         """Write to the cache only."""
@@ -255,14 +284,14 @@ class AttentionStep:
         )
 
 
-def _lower_right(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def _lower_right(queries: int, keys: int, window: int | None, device: torch.device, num_sinks: int) -> Tensor:
     """Return the mask of queries that are the last ones of a causal sequence; on a GPU a symbolic mask that kernels
-    recognise, if there is no window."""
+    recognise, if there is no window. All queries attend to `num_sinks` keys before the sequence."""
     if device.type == "cuda" and window is None:
         from torch.nn.attention.bias import causal_lower_right  # slow import (0.5 s), which loads the compiler
 
-        return causal_lower_right(queries, keys)
-    return window_mask(queries, keys, window, device)
+        return causal_lower_right(queries, keys + num_sinks)
+    return pad(window_mask(queries, keys, window, device), (num_sinks, 0), value=True)
 
 
 def _unpack(x: Tensor, packed: PackedTokens) -> tuple[list[Tensor], Tensor]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Initial numbers of xIELU: softplus of the first is 0.8, that of the second 0.3.
 XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
 FEED_FORWARD = Launches(14, 39, 8, 3)
-Activation = Literal["silu", "gelu_tanh", "relu2", "xielu"]
+Activation = Literal["silu", "gelu_tanh", "relu2", "xielu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,9 @@ class FeedForward(Block):
 
 def activation_width(ffn_hidden_size: int, activation: Activation, is_gated: bool) -> int:
     """Return the numbers of a token that an activation keeps. SwiGLU: gate and up together, the gate's activation, a
-    copy of up (megatron adds an offset of 0), and their product."""
-    if is_gated:
-        return (5 if activation == "silu" else 4) * ffn_hidden_size
-    return 2 * ffn_hidden_size
+    copy of up (megatron adds an offset of 0), and their product; a clamped one the clamped gate, and its sigmoid."""
+    with_gate = {"silu": 5, "clamped_swiglu": 7}.get(activation, 4)
+    return (with_gate if is_gated else 2) * ffn_hidden_size
 
 
 def down_peak(batch: MicroBatch, rows: int, hidden_size: int, width: int) -> int:
@@ -115,21 +114,27 @@ def down_peak(batch: MicroBatch, rows: int, hidden_size: int, width: int) -> int
     return product + max(batch.gathered(hidden_size) + weight, product)
 
 
-def mlp_weights(prefix: str, hidden_size: int, ffn_hidden_size: int, is_gated: bool) -> Iterator[Weight]:
-    """The weights of a feed-forward network."""
+def mlp_weights(
+    prefix: str, hidden_size: int, ffn_hidden_size: int, is_gated: bool, *, has_bias: bool = False
+) -> Iterator[Weight]:
+    """The weights of a feed-forward network; with biases it has a gate."""
     if is_gated:
-        yield from gated_weights(prefix, hidden_size, ffn_hidden_size)
+        yield from gated_weights(prefix, hidden_size, ffn_hidden_size, has_bias=has_bias)
     else:
         up = (Projection("up_proj", ffn_hidden_size),)
         yield Weight(f"{prefix}linear_fc1.weight", (ffn_hidden_size, hidden_size), "rows", up)
         yield down_weight(prefix, hidden_size, ffn_hidden_size)
 
 
-def gated_weights(prefix: str, hidden_size: int, ffn_hidden_size: int) -> Iterator[Weight]:
+def gated_weights(prefix: str, hidden_size: int, ffn_hidden_size: int, *, has_bias: bool = False) -> Iterator[Weight]:
     """Gate and up in one matrix, and down."""
     both = Projection("gate_proj", ffn_hidden_size), Projection("up_proj", ffn_hidden_size)
     yield Weight(f"{prefix}linear_fc1.weight", (2 * ffn_hidden_size, hidden_size), "gated", both)
+    if has_bias:
+        yield Weight(f"{prefix}linear_fc1.bias", (2 * ffn_hidden_size,), "gated", both)
     yield down_weight(prefix, hidden_size, ffn_hidden_size)
+    if has_bias:
+        yield Weight(f"{prefix}linear_fc2.bias", (hidden_size,))
 
 
 def down_weight(prefix: str, hidden_size: int, ffn_hidden_size: int) -> Weight:

@@ -86,10 +86,10 @@ class SplitRMSNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Same as in megatron's linear layers."""
-        return _sharded_state(self, {"weight": 0}, self.group, prefix, sharded_offsets, metadata)
+        return sharded_state(self, {"weight": 0}, self.group, prefix, sharded_offsets, metadata)
 
 
-def _sharded_state(
+def sharded_state(
     module: torch.nn.Module,
     axes: dict[str, int],
     group: ProcessGroup,
@@ -150,8 +150,11 @@ def with_output_norms(
     return Normed
 
 
-def _normed(norm: RMSNorm, module: torch.nn.Module, inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
-    return norm(output[0]), None
+def _normed(
+    norm: RMSNorm, module: torch.nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, None]:
+    product, bias = output
+    return norm(plus(product, bias)), None
 
 
 def embedding_factor(scale: float, like: Tensor) -> Tensor:
@@ -159,15 +162,20 @@ def embedding_factor(scale: float, like: Tensor) -> Tensor:
     return torch.full((), scale, dtype=like.dtype, device=like.device)
 
 
-def activate(x: Tensor, activation: ActivationName, is_gated: bool, *numbers: Tensor) -> Tensor:
+def activate(x: Tensor, activation: ActivationName, is_gated: bool, *numbers: Any) -> Tensor:
     """Return f(gate) * up of `x` (..., 2 m) = [gate, up], or without a gate f of `x` (..., m): (..., m).
 
     gelu_tanh: GELU by its approximation with tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2). relu2: the
     square of ReLU (So et al. 2021, arXiv:2109.08668, section 4). xielu: see `_XIELU`; its `numbers` are alpha_p and
-    alpha_n, (1,) each.
+    alpha_n, (1,) each. clamped_swiglu: gate sigmoid(alpha gate) (up + 1), with the gate at most `limit` and up between
+    -limit and limit (Agarwal et al. 2025, arXiv:2508.10925, section 2.2); its `numbers` are alpha and limit.
     """
     if activation == "silu" and is_gated:
         return swiglu(x)
+    if activation == "clamped_swiglu":
+        (alpha, limit), (gate, linear) = numbers, x.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(gate * alpha) * (linear.clamp(-limit, limit) + 1)
     of_gate, up = x.chunk(2, dim=-1) if is_gated else (x, None)
     if activation == "silu":
         active = torch.nn.functional.silu(of_gate)
@@ -205,11 +213,12 @@ class _XIELU(torch.autograd.Function):
 
 
 class Activation(torch.nn.Module):
-    """The activation of an MLP. Subclasses have a name, and the tensor-parallel ranks `group`."""
+    """The activation of an MLP. Subclasses have a name, its constants, and the tensor-parallel ranks `group`."""
 
     name: ActivationName
     is_gated: bool
     group: ProcessGroup
+    constants: tuple[float, ...] = ()
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -219,13 +228,13 @@ class Activation(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # Each rank has the gradient of its columns.
         numbers = [copy_to_tensor_model_parallel_region(number, group=self.group) for number in self.parameters()]
-        return activate(x, self.name, self.is_gated, *numbers)
+        return activate(x, self.name, self.is_gated, *self.constants, *numbers)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Megatron's MLP calls it on each of its modules."""
-        return _sharded_state(self, {}, self.group, prefix, sharded_offsets, metadata)
+        return sharded_state(self, {}, self.group, prefix, sharded_offsets, metadata)
 
 
 class FeedForwardStep:
@@ -239,18 +248,59 @@ class FeedForwardStep:
         fc2: Tensor,
         linear: Callable[[Tensor, Tensor], Tensor],
         activate: Callable[[Tensor], Tensor] = swiglu,
+        fc1_bias: Tensor | None = None,
+        fc2_bias: Tensor | None = None,
     ) -> None:
+        """fc2_bias: None on all ranks but one, whose parts of the output are summed."""
         self._fc1, self._fc2, self._linear, self._activate = fc1, fc2, linear, activate
+        self._biases = fc1_bias, fc2_bias
 
     def __call__(self, x: Tensor, chosen: list[Tensor] | None = None) -> Tensor:
         """Map x (n, hidden) to this rank's part of the output (n, hidden)."""
-        return self._linear(self._activate(self._linear(x, self._fc1)), self._fc2)
+        inner = plus(self._linear(x, self._fc1), self._biases[0])
+        return plus(self._linear(self._activate(inner), self._fc2), self._biases[1])
 
 
-def use_activation(spec: ModuleSpec, name: ActivationName, is_gated: bool, group: ProcessGroup) -> None:
+def plus(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias
+
+
+def use_activation(
+    spec: ModuleSpec, name: ActivationName, is_gated: bool, group: ProcessGroup, constants: tuple[float, ...] = ()
+) -> None:
     """Set the activation in all networks of a layer's MLP, in place. group: the tensor-parallel ranks."""
+    options = {"name": name, "is_gated": is_gated, "group": group, "constants": constants}
     for mlp in mlp_submodules(spec):
-        mlp.activation_func = type(name, (Activation,), {"name": name, "is_gated": is_gated, "group": group})
+        mlp.activation_func = type(name, (Activation,), options)
+
+
+class BiasedColumnParallel(ColumnParallelLinear):
+    """Has a bias; megatron's config would give one to the linear layers of all blocks."""
+
+    def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*args, bias=True, **options)
+
+
+class BiasedRowParallel(RowParallelLinear):
+    """Has a bias, which the caller adds to the sum over ranks."""
+
+    def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*args, bias=True, **options)
+
+
+class BiasedExpertOutput(BiasedRowParallel):
+    """Linear layer of an expert. Megatron's dispatcher sums the outputs of the ranks that divide it, after the bias is
+    added: only the first rank's counts, and all ranks have its gradient."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.bias.sequence_parallel = False
+        # Even a sum over one rank would return a view, to which megatron cannot add the bias in place.
+        self.explicit_expert_comm = True
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
+        output, bias = super().forward(input_)
+        return output, bias if self.tp_group.rank() == 0 else bias - bias.detach()
 
 
 def use_exact_linear(model: torch.nn.Module) -> None:

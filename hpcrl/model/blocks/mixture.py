@@ -48,7 +48,9 @@ class MixtureOfExperts(Block):
     of the experts that all tokens go to; 0: none. has_shared_gate: a vector computes a number from each token, and its
     sigmoid multiplies their output. has_score_bias: the choice, not the weights, uses a bias per expert.
     Experts are in `num_groups` groups; a token chooses `topk_groups`, then experts inside them. A group's score is the
-    sum of its `group_best` best scores. activation, is_gated: of all experts, see `FeedForward`.
+    sum of its `group_best` best scores. has_bias: router and experts have biases; those of the router's logits count in
+    the weights too. swiglu_alpha, swiglu_limit: of experts with `clamped_swiglu`, see
+    `hpcrl.model.blocks.layers.activate`. Without is_gated the activation of all experts is relu2.
     """
 
     num_experts: int
@@ -63,7 +65,9 @@ class MixtureOfExperts(Block):
     topk_groups: int = 1
     group_best: int = 1
     routed_scale: float = 1.0
-    activation: Activation = "silu"
+    has_bias: bool = False
+    swiglu_alpha: float | None = None
+    swiglu_limit: float | None = None
     is_gated: bool = True
 
     title: ClassVar[str] = "a mixture of experts"
@@ -72,11 +76,16 @@ class MixtureOfExperts(Block):
     @property
     def supports(self) -> frozenset[Feature]:
         found: tuple[Feature, ...] = ("adapters", "context_parallel", "planned_cp")
-        return frozenset((*found, "transformer_engine") if self.is_swiglu else found)
+        return frozenset((*found, "transformer_engine") if self.is_gated and not self.has_bias else found)
 
     @property
-    def is_swiglu(self) -> bool:
-        return self.is_gated and self.activation == "silu"
+    def activation(self) -> tuple[Activation, tuple[float, ...]]:
+        """The activation of experts, and its constants."""
+        if not self.is_gated:
+            return "relu2", ()
+        if self.swiglu_alpha is None or self.swiglu_limit is None:
+            return "silu", ()
+        return "clamped_swiglu", (self.swiglu_alpha, self.swiglu_limit)
 
     @property
     def count_of_experts(self) -> int:
@@ -92,6 +101,8 @@ class MixtureOfExperts(Block):
 
     def weights(self) -> Iterator[Weight]:
         yield Weight("mlp.router.weight", (self.num_experts, self.hidden_size))
+        if self.has_bias:
+            yield Weight("mlp.router.bias", (self.num_experts,))
         if self.has_score_bias:
             yield Weight("mlp.router.expert_bias", (self.num_experts,), is_frozen=True)
         if self.shared_ffn_hidden_size:
@@ -101,7 +112,7 @@ class MixtureOfExperts(Block):
             yield Weight("mlp.shared_experts.gate_weight", (1, self.hidden_size))
 
     def expert_weights(self) -> Iterator[Weight]:
-        return mlp_weights("", self.hidden_size, self.ffn_hidden_size, self.is_gated)
+        return mlp_weights("", self.hidden_size, self.ffn_hidden_size, self.is_gated, has_bias=self.has_bias)
 
     def divided(self) -> dict[str, int]:
         shared = self.shared_ffn_hidden_size
@@ -114,9 +125,9 @@ class MixtureOfExperts(Block):
                 "moe_topk=1 with norm_topk_prob=true is not supported: the expert's weight would always be 1"
             )
         return {
-            "gated_linear_unit": self.is_gated,
             # Then the spec's module is used in place of megatron's operations.
-            **({} if self.is_swiglu else {"use_te_activation_func": True}),
+            **({} if self.activation[0] == "silu" else {"use_te_activation_func": True}),
+            "gated_linear_unit": self.is_gated,
             "num_moe_experts": self.num_experts,
             "moe_ffn_hidden_size": self.ffn_hidden_size,
             "moe_router_topk": self.topk,
@@ -135,12 +146,13 @@ class MixtureOfExperts(Block):
         from hpcrl.model.blocks.router import use_router
 
         use_router(spec, self, groups)
-        use_activation(spec, self.activation, self.is_gated, groups.pgc.tp)
+        name, constants = self.activation
+        use_activation(spec, name, self.is_gated, groups.pgc.tp, constants)
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> MixtureStep:
         from hpcrl.model.blocks.router import MixtureStep
 
-        return MixtureStep(self, weight, linear)
+        return MixtureStep(self, weight, linear, tp)
 
     def inputs(self) -> dict[str, int]:
         return {"sequence of a token": INT64}
@@ -159,7 +171,7 @@ class MixtureOfExperts(Block):
             routing += batch.local * self.num_experts * planes * FP32
         # An expert has its input, and the weighted product is one more.
         inside, shared = (
-            activation_width(width, self.activation, self.is_gated)
+            activation_width(width, self.activation[0], self.is_gated)
             for width in (self.ffn_hidden_size, self.shared_ffn_hidden_size)
         )
         inside += self.ffn_hidden_size

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from hpcrl.kernels.grouped_experts import Experts, mixture
-from hpcrl.model.blocks.layers import FeedForwardStep, activate
+from hpcrl.model.blocks.layers import BiasedColumnParallel, BiasedExpertOutput, FeedForwardStep, activate
 from hpcrl.model.gpt import PackedTokens
-from hpcrl.runtime.megatron_versions import use_mixture
+from hpcrl.runtime.megatron_versions import mlp_submodules, use_mixture
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
     from hpcrl.config.schema import MoeConfig
     from hpcrl.model.blocks.attention_modules import Linear
+    from hpcrl.model.blocks.feed_forward import Activation
     from hpcrl.model.blocks.mixture import MixtureOfExperts, RoutedExperts
+    from hpcrl.model.tensor_parallel import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -72,35 +75,51 @@ def by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
     return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts).tolist()
 
 
+def _activated(name: Activation, is_gated: bool, constants: tuple[float, ...], x: Tensor) -> Tensor:
+    return activate(x, name, is_gated, *constants)
+
+
 class MixtureStep:
     """A mixture of experts in rollout."""
 
-    def __init__(self, block: MixtureOfExperts, weight: Callable[[str], Tensor], linear: Linear) -> None:
+    def __init__(
+        self, block: MixtureOfExperts, weight: Callable[[str], Tensor], linear: Linear, tp: TensorParallel
+    ) -> None:
         self._block, self._linear, self.num_chosen = block, linear, block.topk
-        self._activate = partial(activate, activation=block.activation, is_gated=block.is_gated)
         self._router = weight("mlp.router.weight")
+        self._router_bias = weight("mlp.router.bias") if block.has_bias else None
         self._bias = weight("mlp.router.expert_bias") if block.has_score_bias else None
         self._shared = None
         self._shared_gate = weight("mlp.shared_experts.gate_weight") if block.has_shared_gate else None
+        name, constants = block.activation
+        activation = partial(_activated, name, block.is_gated, constants)
         if block.shared_ffn_hidden_size:
             fc1, fc2 = (weight(f"mlp.shared_experts.linear_{fc}.weight") for fc in ("fc1", "fc2"))
-            self._shared = FeedForwardStep(fc1, fc2, linear, self._activate)
-        fc1s, fc2s = (
-            [weight(f"mlp.experts.local_experts.{number}.linear_{fc}.weight") for number in range(block.num_experts)]
-            for fc in ("fc1", "fc2")
+            self._shared = FeedForwardStep(fc1, fc2, linear, activation)
+
+        def of_experts(name: str) -> list[Tensor]:
+            return [weight(f"mlp.experts.local_experts.{number}.linear_{name}") for number in range(block.num_experts)]
+
+        fc1s, fc2s = of_experts("fc1.weight"), of_experts("fc2.weight")
+        # The ranks' parts of the output are summed.
+        biases = (
+            of_experts("fc1.bias") if block.has_bias else [],
+            of_experts("fc2.bias") if block.has_bias and tp.rank == 0 else [],
         )
         self._experts = [
-            FeedForwardStep(*of_expert, linear, self._activate) for of_expert in zip(fc1s, fc2s, strict=True)
+            FeedForwardStep(fc1, fc2, linear, activation, *of_expert)
+            for fc1, fc2, *of_expert in zip_longest(fc1s, fc2s, *biases)
         ]
+        self._activation = activation
         # A CPU does not wait for counts, and its grouped product also takes time for experts without tokens.
-        self._grouped = None if self._router.device.type == "cpu" else Experts.of(fc1s, fc2s)
+        self._grouped = None if self._router.device.type == "cpu" else Experts.of(fc1s, fc2s, *biases)
 
     def __call__(self, x: Tensor, chosen: list[Tensor] | None = None) -> Tensor:
         """Map x (n, hidden) to this rank's part of the weighted sum of each token's experts (n, hidden). Appends the
         experts, int64 (n, topk), to `chosen`."""
         weights, ids = self.route(x, chosen)
         if self._grouped is not None:
-            mixed = mixture(x, weights, ids, self._grouped, self._activate)
+            mixed = mixture(x, weights, ids, self._grouped, self._activation)
         else:
             mixed = self._mixed(x, weights, ids)
         if self._shared is not None:
@@ -112,7 +131,10 @@ class MixtureStep:
 
     def route(self, x: Tensor, chosen: list[Tensor] | None) -> tuple[Tensor, Tensor]:
         """Return weights and ids of each token's experts."""
-        weights, ids = route(self._linear(x.float(), self._router.float()), self._block, self._bias)
+        logits = self._linear(x.float(), self._router.float())
+        if self._router_bias is not None:
+            logits = logits + self._router_bias.float()
+        weights, ids = route(logits, self._block, self._bias)
         if chosen is not None:
             chosen.append(ids)
         return weights, ids
@@ -190,6 +212,10 @@ class Router(TopKRouter):
     ) -> None:
         super().__init__(config, pg_collection)
         self._block = block
+        if block.has_bias:
+            self.bias = torch.nn.Parameter(torch.empty(block.num_experts, dtype=config.params_dtype))
+            # Each rank has the gradient of its tokens.
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if block.has_score_bias:
             bias = torch.zeros(block.num_experts, dtype=config.params_dtype)
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
@@ -303,6 +329,9 @@ def use_router(spec: ModuleSpec, block: MixtureOfExperts, groups: RoleGroups) ->
     """Set the mixture of experts and its router in a layer, in place."""
     spec.module = MixtureLayer
     use_mixture(spec, Mixture, partial(Router, block=block), groups.pgc)
+    if block.has_bias:
+        experts, *_ = mlp_submodules(spec)
+        experts.linear_fc1, experts.linear_fc2 = BiasedColumnParallel, BiasedExpertOutput
 
 
 class MixtureLayer(TransformerLayer):

@@ -131,7 +131,9 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
     for key, expected in family.fixed.items():
         if (found := config.get(key, expected)) != expected:
             raise InputError(f"{key}={found}; only {expected} is supported; use another model")
-    if (quantised := config.get("quantization_config")) is not None:
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if quantised is not None and (method is None or method != family.quantised):
         raise InputError(
             f"quantization_config={quantised}; quantised weights are not supported, so convert them to bfloat16 first"
         )
@@ -159,7 +161,8 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
     if "blocks" in fields:
         if (vision := fields["vision"]) is not None:
             fields["blocks"] = tuple(_with_axes(layer, vision.rope_axes) for layer in fields["blocks"])
-        return ModelShape(**fields, hf_keys=json.dumps(whole, sort_keys=True))
+        kept = {key: value for key, value in whole.items() if key != "quantization_config"}
+        return ModelShape(**fields, hf_keys=json.dumps(kept, sort_keys=True))
     theta, scaling = rope_from_hf(config)
     flat = {"windows": windows_of(config, name), "rope_theta": theta, "rope_scaling": scaling}
     return ModelShape(**{**flat, **fields})
@@ -198,7 +201,8 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
         found = config.get(key)
         if isinstance(found, int) and found > most:
             raise InputError(f"{key}={found}; expected at most {most}")
-    for key in (*_SIZES, "rms_norm_eps", "initializer_range", "routed_scaling_factor"):
+    numbers = "rms_norm_eps", "initializer_range", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit"
+    for key in (*_SIZES, *numbers):
         kinds = (int,) if key in _SIZES else (int, float)
         found = config.get(key)
         if found is not None and (isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < 2**31):

@@ -13,7 +13,8 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 
 # Megatron's name -> Hugging Face's; "*" is the number of the layer, "#" that of the expert. Several names are stacked
-# rows; those of linear_qkv are stacked by query group. "x[#]" is one matrix of a tensor, see `hpcrl.model.hf_files`.
+# rows; those of linear_qkv are stacked by query group. "x[#]" and "x[#].T[0::2]" are parts of a tensor, see
+# `hpcrl.model.hf_files`.
 Names = Mapping[str, tuple[str, ...]]
 
 
@@ -25,8 +26,9 @@ class Family:
     config.json; with `blocks` the family's config.json is kept as it was read, and needs no `keys`. keys: keys of
     config.json beyond Llama's, from the shape. others: a pattern of tensors that the files may have besides those of
     the model; an export copies them from the directory that the model was read from. tower: of a vision-language
-    model, whose config.json has sections for text and vision, the prefix of the tower's tensors. renamed: config.json,
-    with defaults, with the names of keys that all families have, and without older names.
+    model, whose config.json has sections for text and vision, the prefix of the tower's tensors. quantised: the
+    `quant_method` of files that are read; exports are not quantised. renamed: config.json, with defaults, with the
+    names of keys that all families have, and without older names.
     """
 
     architecture: str
@@ -36,6 +38,7 @@ class Family:
     keys: Callable[[ModelShape], dict[str, Any]] = lambda shape: {}
     tower: str | None = None
     others: str | None = None
+    quantised: str | None = None
     renamed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
 
 

@@ -140,7 +140,7 @@ def _mixture(config: Mapping[str, Any]) -> MixtureOfExperts:
     if isinstance(shared, bool) or not isinstance(shared, int) or not 0 < shared < 2**31:
         raise InputError(f"moe_shared_expert_intermediate_size={shared!r}; expected a positive whole number")
     mixture = sigmoid_mixture({**config, "n_shared_experts": 0})
-    return replace(mixture, shared_ffn_hidden_size=shared, activation="relu2", is_gated=False)
+    return replace(mixture, shared_ffn_hidden_size=shared, is_gated=False)
 
 
 FAMILIES = {

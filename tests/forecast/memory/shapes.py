@@ -11,6 +11,7 @@ from hpcrl.model.blocks.gated_delta import GatedDelta
 from hpcrl.model.blocks.mamba import Mamba
 from hpcrl.model.blocks.mixture import MixtureOfExperts
 from hpcrl.model.blocks.norms import Norms
+from hpcrl.model.families.config_json import shape_from_hf
 from hpcrl.model.shape import LatentAttention, ModelShape
 
 SHAPE = ModelShape(
@@ -45,9 +46,22 @@ DELTA = replace(  # the last of five layers has attention
 _MAMBA = half_layer(Mamba(96, num_heads=8, head_dim=24, num_groups=4, state_dim=16), "attention", Norms())
 _ATTENTION = half_layer(Attention(96, None, 8, 4, 16), "attention", Norms())
 _MLP = half_layer(FeedForward(96, 208, "relu2", is_gated=False), "mlp", Norms())
-_EXPERTS = MixtureOfExperts(
-    96, 8, 72, 2, shared_ffn_hidden_size=72, score_function="sigmoid", activation="relu2", is_gated=False
-)
+_EXPERTS = MixtureOfExperts(96, 8, 72, 2, shared_ffn_hidden_size=72, score_function="sigmoid", is_gated=False)
 _MIXTURE = half_layer(_EXPERTS, "mlp", Norms())
 # Every layer has one block.
 HYBRID = replace(SHAPE, num_layers=6, blocks=(_MAMBA, _MIXTURE, _ATTENTION, _MLP, _MAMBA, _MIXTURE))
+GPT_OSS = shape_from_hf(
+    {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 5,
+        "hidden_size": 96,
+        "intermediate_size": 72,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "vocab_size": 1000,
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+)

@@ -27,7 +27,7 @@ from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
 from tests.covering import covering
 from tests.forecast.memory.passes import TOKENS, loss, make_batch, make_pass
-from tests.forecast.memory.shapes import DEEPSEEK, DELTA, HYBRID, MOE, SHAPE
+from tests.forecast.memory.shapes import DEEPSEEK, DELTA, GPT_OSS, HYBRID, MOE, SHAPE
 from tests.live_bytes import LiveBytes
 
 TIED = replace(SHAPE, tie_word_embeddings=True)
@@ -191,6 +191,12 @@ def test_all_of_these_with_other_blocks(shape: ModelShape, itemsize: int, layout
     test_weights_gradients_and_optimizer_are_the_live_bytes(shape, "lm", itemsize, ADAM, layout)
     test_activations_are_the_live_bytes(shape, "lm", itemsize, layout)
     test_offloaded_parts_are_where_they_were_planned(shape, itemsize, ADAM)
+
+
+@pytest.mark.parametrize(("itemsize", "layout"), [(2, "alone"), (4, "tp2pp2")])
+def test_sinks_and_biases_of_experts(itemsize: int, layout: str) -> None:
+    test_parameters_are_those_of_megatrons_modules(GPT_OSS, "lm", itemsize, layout)
+    test_activations_are_the_live_bytes(GPT_OSS, "lm", itemsize, layout)
 
 
 @pytest.mark.parametrize(

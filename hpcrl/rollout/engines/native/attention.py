@@ -3,7 +3,8 @@
 An attention object is made for one call of the decoder and its `NewTokens`. It is called once per layer with their flat
 queries (n, KV heads, queries per KV head, key_dim), keys (n, KV heads, key_dim) and values (n, KV heads, value_dim),
 all after RoPE. It stores keys and values in the cache and returns outputs (n, KV heads, queries per KV head,
-value_dim). Products of queries and keys are divided by sqrt(key_dim).
+value_dim). Products of queries and keys are divided by sqrt(key_dim). Some models have `sinks` (KV heads, queries per
+KV head), see `hpcrl.kernels.packed_attention.causal_attention`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.decode_attention import Cut, PagedRows, decode_attention, is_fused
+from hpcrl.kernels.decode_attention import Cut, PagedRows, decode_attention, is_fused, softmax_with
 from hpcrl.kernels.packed_attention import Sequences, packed_attention
 from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, store_heads
 from hpcrl.kernels.vocabulary import LOG2_E
@@ -62,7 +63,10 @@ class ExactAttention(HostAttention):
         self._positions = starts[:, None] + torch.arange(longest)
         self._rows, self._most = torch.from_numpy(new.rows), int((new.starts + new.lengths).max())
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert sinks is None  # exact mode does not support them
         self.new.store(layer, keys, values)
         padded = queries.new_zeros((*self._positions.shape, *queries.shape[1:]))
         padded[self._sequences, self._places] = queries
@@ -129,9 +133,11 @@ class PagedAttention(CachedAttention):
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self._cache.write(layer, self._places[self._cache[layer].heads], keys, values)
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         self.store(layer, keys, values)
-        return self._attend(layer, queries)
+        return self._attend(layer, queries, sinks)
 
     def of_product(self, layer: int, mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor) -> Tensor:
         heads, keys, values = self._cache[layer]
@@ -147,9 +153,9 @@ class PagedAttention(CachedAttention):
         for tensor, state in zip(self._cache.states[layer], states, strict=True):
             tensor.index_copy_(0, self._rows, state)  # rows that repeat the first one have its state
 
-    def _attend(self, layer: int, queries: Tensor) -> Tensor:
+    def _attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
         heads, keys, values = self._cache[layer]
-        return decode_attention(queries, keys, values, self._of_kind[heads], scale=queries.size(-1) ** -0.5)
+        return decode_attention(queries, keys, values, self._of_kind[heads], queries.size(-1) ** -0.5, sinks)
 
 
 @dataclass(eq=False)
@@ -204,10 +210,13 @@ class PrefillAttention(HostAttention):
         self.new = new
         self._sequences = Sequences.of(new.lengths, new.cache.device)
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         self.new.store(layer, keys, values)
         window = self.new.cache[layer].heads.window
-        attended = packed_attention(queries.flatten(1, 2), keys, values, self._sequences, window=window)
+        of_heads = None if sinks is None else sinks.flatten()
+        attended = packed_attention(queries.flatten(1, 2), keys, values, self._sequences, window=window, sinks=of_heads)
         return attended.unflatten(1, queries.shape[1:3])
 
 
@@ -267,7 +276,9 @@ class DecodeAttention(HostAttention):
             self._runs_of[heads] = [_run(rows, lengths[rows], heads.groups) for rows in cut_by_length(lengths)]
         return self._runs_of[heads]
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         self.new.store(layer, keys, values)
         heads, cached_keys, cached_values = self._cache[layer]
         scale = queries.size(-1) ** -0.5
@@ -275,8 +286,9 @@ class DecodeAttention(HostAttention):
         for rows, width, bias in self._runs(heads):
             of_run = queries[rows].flatten(0, 1)
             run_keys, run_values = (plane[rows, :, :width].flatten(0, 1) for plane in (cached_keys, cached_values))
-            weights = self._scores(of_run, run_keys.transpose(1, 2), bias, scale).softmax(-1)
-            parts.append(torch.bmm(weights.to(values.dtype), run_values))
+            scores = self._scores(of_run, run_keys.transpose(1, 2), bias, scale)
+            of_items = None if sinks is None else sinks.repeat(len(queries[rows]), 1)
+            parts.append(torch.bmm(softmax_with(scores, of_items).to(values.dtype), run_values))
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         return output.view(*queries.shape[:-1], -1)
 
@@ -307,7 +319,9 @@ class ContinuedAttention(HostAttention):
         self._row, self._start = int(new.rows[0]), int(new.starts[0])
         self._spans = new.cache.spans(self._row, self._start + int(new.lengths[0]), PART_TOKENS)
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the parts of the cache, in powers of 2,
         because torch's exp is slow on the CPU where it underflows."""
         window = self.new.cache[layer].heads.window
@@ -321,8 +335,12 @@ class ContinuedAttention(HostAttention):
         rows = (queries * (LOG2_E * key_dim**-0.5)).transpose(0, 1).reshape(heads, -1, key_dim)
         last = self.new.positions.repeat_interleave(per_head)[:, None]
         outputs = rows.new_zeros((*rows.shape[:2], values.size(-1)), dtype=torch.float32)
-        maxima = outputs.new_full((*rows.shape[:2], 1), MASKED)
-        sums = torch.zeros_like(maxima)
+        if sinks is None:
+            maxima = outputs.new_full((*rows.shape[:2], 1), MASKED)
+            sums = torch.zeros_like(maxima)
+        else:
+            maxima = (sinks.float() * LOG2_E).repeat(1, tokens).unsqueeze(-1)
+            sums = torch.ones_like(maxima)
         for part_keys, part_values in parts:
             scores = torch.bmm(rows, part_keys.transpose(1, 2)).float()
             places = torch.arange(place, place + scores.size(-1), device=scores.device)
