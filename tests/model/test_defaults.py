@@ -42,7 +42,7 @@ EXPERTS: dict[str, Keys] = {
         ("deepseek_v2", "deepseek_v3", "kimi_k2"), {**LATENT, "n_routed_experts": 16, "moe_intermediate_size": 12}
     ),
     "glm4_moe": {"n_routed_experts": 16, "moe_intermediate_size": 12},
-    "minimax_m2": {"num_local_experts": 16},
+    **dict.fromkeys(("minimax_m2", "gpt_oss"), {"num_local_experts": 16}),
     "nemotron_h": {"n_routed_experts": 16, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 24},
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"), {"num_experts": 16}),
 }
@@ -71,7 +71,7 @@ OTHERS: Keys = (
     | {"no_rope_layers": [1, 0, 1, 0, 0], "no_rope_layer_interval": 2}
     | {"full_attention_interval": 2, "linear_conv_kernel_dim": 3, "moe_intermediate_size": 12}
     | {"linear_key_head_dim": 6, "linear_value_head_dim": 10, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    | {"shared_expert_intermediate_size": 20}
+    | {"shared_expert_intermediate_size": 20, "swiglu_alpha": 1.5, "swiglu_limit": 5.0}
     | {"rope_local_base_freq": 55.0, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}
     | {"layer_norm_epsilon": 1e-4, "conv_kernel": 3, "use_conv_bias": False, "time_step_min": 0.4}
 )
@@ -179,6 +179,29 @@ def test_an_absent_key_has_the_default_of_transformers(family: str) -> None:
         else:
             assert described(config) == expected, key
     assert seen >= {*DEFAULTS[family], *FAMILIES[family].fixed} - {"layer_types", "rope_parameters"}
+
+
+# Of training from scratch, of libraries, of tokenizers, and derived from others.
+WITHOUT_MEANING = {
+    *("attention_dropout", "residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
+    *("use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id", "qk_head_dim"),
+    *("_sliding_window_pattern", "num_nextn_predict_layers"),
+    # of Nemotron-H, which the library's model does not read either, except to draw weights
+    *("time_step_limit", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "hidden_dropout", "expand"),
+    *("chunk_size", "mamba_ssm_cache_dtype", "use_mamba_kernels", "mtp_layers_block_type", "num_logits_to_keep"),
+    *("n_shared_experts", "moe_shared_expert_overlap"),
+}
+
+
+@pytest.mark.skipif(IS_4, reason="its classes have other keys")
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TOWER])
+def test_every_key_that_changes_numbers_is_read(family: str) -> None:
+    """A key of the class in `transformers` that is new there has to be read, or to have one value."""
+    known = {*DEFAULTS[family], *FAMILIES[family].fixed, *sizes(family), "rope_parameters", *WITHOUT_MEANING}
+    if family == "exaone4":
+        known |= {"layer_types", "sliding_window_pattern"}  # of layers with windows, which are an error
+    keys = config_class(family)(**({"pad_token_id": 1} if family == "smollm3" else {})).to_dict()
+    assert keys.keys() - transformers.PretrainedConfig().to_dict().keys() <= known
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 }
 # Keys that must have these values if they are present.
 _FIXED = {"moe_layer_freq": 1}
-V2_FIXED = _FIXED | {"scoring_func": "softmax", "norm_topk_prob": False}
+V2_FIXED = _FIXED | {"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False}
 V3_FIXED = _FIXED | {
     "scoring_func": "sigmoid",
     "norm_topk_prob": True,

@@ -47,7 +47,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 _FIXED = {
     "mlp_hidden_act": "relu2",
     "mamba_hidden_act": "silu",
-    "moe_latent_size": None,
+    **dict.fromkeys(("moe_latent_size", "sliding_window"), None),
     **dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias"), False),
     **dict.fromkeys(("residual_in_fp32", "tie_word_embeddings"), False),
 }
