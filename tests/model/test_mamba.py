@@ -16,6 +16,7 @@ from hpcrl.model.blocks.absent import half_layer
 from hpcrl.model.blocks.mamba import Mamba
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.build import build_model
+from hpcrl.model.families.config_json import shape_from_hf
 from hpcrl.model.gpt import pack
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora, ModelShape, forward_flops
@@ -24,6 +25,7 @@ from hpcrl.rollout.engines.vllm.declaration import check_model as check_vllm
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout
 from tests.kernels.close import assert_near
+from tests.model.families import make_model
 from tests.model.test_gated_delta import LENGTHS, SIZE, in_parts, inputs
 from tests.rollout.small_model import SHAPE
 
@@ -142,3 +144,36 @@ def test_other_engines_refuse_it(engine: str, check: Callable[[ModelShape, int],
 def test_operations_do_not_grow_with_the_length() -> None:
     shape = replace(SHAPE, blocks=(half_layer(BLOCK, "attention", Norms()),) * SHAPE.num_layers)
     assert forward_flops(shape, [200], 0) == forward_flops(shape, [100, 100], 0)
+
+
+LISTED = {"model_type": "nemotron_h", **make_model("nemotron-h").config.to_dict()}
+
+
+def test_published_files_name_layers_by_letters() -> None:
+    shape, kinds = shape_from_hf(LISTED), LISTED["layers_block_type"]
+    older = [{"linear_attention": "mamba", "full_attention": "attention"}.get(kind, kind) for kind in kinds]
+    assert shape_from_hf(LISTED | {"layers_block_type": older}).layers == shape.layers
+    published = {key: value for key, value in LISTED.items() if key != "layers_block_type"}
+    found = shape_from_hf(published | {"hybrid_override_pattern": "ME*-MME*", "num_hidden_layers": 99})
+    assert found.layers == shape.layers and found.num_layers == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"layers_block_type": None, "hybrid_override_pattern": "MX"},
+            "hybrid_override_pattern='MX'; expected letters",
+        ),
+        ({"layers_block_type": None}, "no 'layers_block_type'"),
+        ({"layers_block_type": ["mamba", 3]}, r"layers_block_type=\['mamba', 3\]; expected linear_attention, "),
+        ({"n_groups": 3}, "n_groups=3 does not divide mamba_num_heads=8"),
+        ({"ssm_state_size": -1}, "ssm_state_size=-1; expected a positive whole number"),
+        ({"moe_latent_size": 64}, "moe_latent_size=64; only None is supported"),
+        ({"use_bias": True}, "use_bias=True; only False is supported"),
+    ],
+)
+def test_what_is_not_computed_is_one_line(change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        shape_from_hf(LISTED | change)
+    assert "\n" not in str(caught.value)
