@@ -194,6 +194,23 @@ def test_weights_of_4_bits_that_are_damaged_are_an_error(tmp_path: Path) -> None
             open_weights(tmp_path, read_shape(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3-next"])
+def test_experts_in_one_tensor_as_published(name: str, tmp_path: Path) -> None:
+    """Qwen3.5's own files have all experts of a layer in two tensors, and `transformers` reads both forms."""
+    model = make_model(name)
+    model.save_pretrained(tmp_path / "each")
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    shape, found = read_shape(tmp_path / "each"), []
+    for form in ("each", "stacked"):
+        source = Safetensors(tmp_path / form)
+        source.check(shape)
+        weights = {shard.name: torch.full(shard.local_shape, torch.nan) for shard in shards(shape)}
+        source.load(shape, shards(shape), weights)
+        found.append(weights)
+    assert any("gate_up_proj" in name for name in load_file(tmp_path / "stacked" / "model.safetensors"))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_config_json_there_and_back(name: str) -> None:
     config = make_model(name).config.to_dict()
