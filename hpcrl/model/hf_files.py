@@ -104,6 +104,18 @@ def stack_of(hf_name: str) -> StackPlace:
     return StackPlace(name, int(number), transposed is not None, int(first or 0), int(step or 1))
 
 
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def stacked_twin(hf_name: str) -> tuple[str, int, bool] | None:
+    """Return where the matrix of an expert is in files that have those of a layer in two tensors (experts, out, in),
+    gate and up in one: the tensor, the expert, and whether it is the second half of the rows. None for other names."""
+    if (found := _OF_EXPERT.fullmatch(hf_name)) is None:
+        return None
+    parent, number, kind = found.groups()
+    return f"{parent}.{'down_proj' if kind == 'down' else 'gate_up_proj'}", int(number), kind == "up"
+
+
 def hf_shards(shape: ModelShape) -> list[Shard]:
     """Return Hugging Face's tensors, in the order of the model: `local_name` and the boxes' places are Hugging Face's,
     `name` is Megatron's."""
@@ -164,6 +176,19 @@ def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[
             yield f"{name} is in the files but not in the model"
 
 
+def unstacked(shape: ModelShape, found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of tensors with those of `stacked_twin` under the experts' names, for a family that has these
+    names."""
+    left = dict(found)
+    for shard in hf_shards(shape):
+        twin = stacked_twin(shard.local_name)
+        if twin is not None and shard.local_name not in found and len(found.get(twin[0], ())) == 3:
+            left.pop(twin[0], None)
+            _, rows, columns = found[twin[0]]
+            left[shard.local_name] = rows // (2 if "gate_up" in twin[0] else 1), columns
+    return left
+
+
 def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
     """Open a directory with a model of this `shape`. Raises InputError for a model that computes something else."""
     found = read_shape(folder)
@@ -197,7 +222,8 @@ class Safetensors:
     def check(self, shape: ModelShape) -> None:
         """Raise InputError if the files do not fit this model, from their headers: no tensor is read."""
         names = {weight_of(name, self._file_of) for name in self._file_of}
-        problems = list(differing(shape, {name: tuple(self._slice(name).get_shape()) for name in sorted(names)}))
+        found = {name: tuple(self._slice(name).get_shape()) for name in sorted(names)}
+        problems = list(differing(shape, unstacked(shape, found)))
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise InputError(f"{self._folder}: {problems[0]}{more}; copy the directory again, or fix {CONFIG}")
@@ -208,11 +234,21 @@ class Safetensors:
             out = weights[shard.name].detach().view(shard.local_shape[0], -1)
             out.zero_()
             for hf_name, box in slices(shape, shard):
-                values = self._read(stack_of(hf_name), shard, box)
+                values = self._read(*self._place(hf_name, box), shard)
                 height, width = values.shape
                 out[box.local_row : box.local_row + height, box.local_col : box.local_col + width].copy_(values)
 
-    def _read(self, place: StackPlace, shard: Shard, box: Box) -> Tensor:
+    def _place(self, hf_name: str, box: Box) -> tuple[StackPlace, Box]:
+        """Return where a box of a tensor is in the files."""
+        twin = stacked_twin(hf_name)
+        if hf_name in self._file_of or twin is None or twin[0] not in self._file_of:
+            return stack_of(hf_name), box
+        stack, number, is_up = twin
+        shift = self._slice(stack).get_shape()[1] // 2 if is_up else 0
+        top, bottom = box.global_rows
+        return StackPlace(stack, number), box._replace(global_rows=(top + shift, bottom + shift))
+
+    def _read(self, place: StackPlace, box: Box, shard: Shard) -> Tensor:
         """Return the values of a box, (rows, columns)."""
         name, number, is_transposed, first, step = place
         source = self._slice(name)

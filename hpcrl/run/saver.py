@@ -221,7 +221,8 @@ def export(
     folder.mkdir(parents=True)
     shape = controller["export"].shape().get()[0]
     raise_first(controller["export"].write(str(folder)).get())
-    like = Path(config.model.path) if config.model.path is not None else None
+    named = config.model.path or config.model.init_from
+    like = Path(named) if named is not None and is_hugging_face(Path(named)) else None
     itemsize = ITEMSIZE[config.model.dtype]
     files = plan_files(shape, itemsize, controller["export"].layout.size)
     write_beside(folder, files, shape, itemsize, config.model.dtype, like, tokenizer_files(config, tokenizer))

@@ -31,6 +31,13 @@ FAMILIES: dict[str, Family] = {}
 DEFAULTS: dict[str, Mapping[str, Any]] = {}
 
 
+# Families whose attention chooses the tokens that a token attends to.
+SPARSE = {
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "DeepSeek sparse attention (DSA)"),
+    "deepseek_v4": "its compressed sparse attention (CSA)",
+}
+
+
 def register_family(model_type: str, family: Family, defaults: Mapping[str, Any] | None = None) -> None:
     """Add a family, whose directories have this model_type. defaults: of keys that config.json may lack, besides those
     that all families have."""
@@ -109,6 +116,8 @@ def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Mode
     """Return the shape described by config.json. Raises InputError for an unsupported model."""
     family = FAMILIES.get(name := str(config.get("model_type", "")))
     try:
+        if name in SPARSE:
+            raise InputError(f"model_type={name}: {SPARSE[name]} is not supported; use another model")
         if family is None:
             raise InputError(f"model_type={name}; expected one of {', '.join(FAMILIES)}; use another model")
         return _shape(config, name, family)
