@@ -21,6 +21,7 @@ TEMPLATES = {
     "gemma3_12b": 11.77,
     "glm_4_5_air": 106.9,
     "gpt_oss_20b": 20.9,
+    "nemotron_3_nano": 31.6,
     "qwen3_next_80b": 79.7,
     "qwen3_5_35b": 35.1,
 }
@@ -91,6 +92,23 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
                 "beta_fast": 32,
                 "beta_slow": 1,
             },
+        },
+    ),
+    "Nemotron-H-8B-Base-8K": (
+        8.1,
+        {
+            "model_type": "nemotron_h",
+            "hidden_size": 4096,
+            "intermediate_size": 21504,
+            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "attention_head_dim": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "vocab_size": 131072,
         },
     ),
     "MiniMax-M2": (
