@@ -126,8 +126,8 @@ def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
         raise InputError(f"model.lora_rank={lora.rank} with {block} is not supported; use 0")
     if shape.has_stacked_experts and (of_experts := set(lora.targets) - set(ATTENTION_PROJECTIONS)):
         raise InputError(
-            f"model.target_modules={','.join(sorted(of_experts))}: adapters of experts that the files have in one "
-            f"tensor are not supported; use only {', '.join(ATTENTION_PROJECTIONS)}"
+            f"model.target_modules={','.join(sorted(of_experts))}: adapters of experts that are in one tensor of "
+            f"`transformers` are not supported; use only {', '.join(ATTENTION_PROJECTIONS)}"
         )
     kinds = set()
     for stage in range(layout.pp):

@@ -184,8 +184,9 @@ class ModelShape:
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Whether its Hugging Face directories have a layer's experts in one tensor."""
-        return self.family in ("gpt_oss", "qwen3_vl_moe")
+        """Whether its Hugging Face directories, or the modules to which PEFT adds adapters, have a layer's experts in
+        one tensor."""
+        return self.family in ("gpt_oss", "qwen3_vl_moe") or (self.family == "nemotron_h" and self.routed is not None)
 
     @property
     def tokens_per_patch(self) -> float:
