@@ -9,7 +9,7 @@ from tests.test_imports import PACKAGE, sources
 
 # modules that write to the folder of a run, or of one of its parts, which `runtime/run_folder.py` has checked
 IN_A_RUN = """
-controller/busy engine/checkpoint/manifest engine/checkpoint/sharded_save engine/checkpoint/store model/hf_files
+controller/busy engine/checkpoint/manifest engine/checkpoint/sharded_save engine/checkpoint/store model/hf_export
 observe/record/archive observe/record/trackers observe/record/writer run/performance run/replay run/saver
 runtime/events runtime/exits runtime/job runtime/rank_status runtime/run_owner runtime/watchdog sandbox/worker
 slurm/bundle slurm/submit workers/judge workers/weight_transfer

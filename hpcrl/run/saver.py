@@ -18,7 +18,7 @@ from hpcrl.data.tokenizer import end_token_ids, load_tokenizer
 from hpcrl.engine.checkpoint.manifest import SavedPart, error_line
 from hpcrl.engine.checkpoint.store import CheckpointStore, Retention, is_hugging_face
 from hpcrl.forecast.memory.state import ITEMSIZE
-from hpcrl.model.hf_files import ADAPTER_CONFIG, TokenizerFiles, adapter_config, plan_files, write_beside
+from hpcrl.model.hf_export import ADAPTER_CONFIG, TokenizerFiles, adapter_config, plan_files, write_beside
 from hpcrl.model.shape import Lora
 from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.runtime import run_owner

@@ -22,7 +22,8 @@ from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit, RefitReport
 from hpcrl.engine.refit.transports import nodes_of
 from hpcrl.model.build import DTYPES
-from hpcrl.model.hf_files import ADAPTER_WEIGHTS, peft_shards, plan_files, whole_tensors
+from hpcrl.model.hf_export import ADAPTER_WEIGHTS, peft_shards, plan_files
+from hpcrl.model.hf_files import whole_tensors
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.engine import engine_of

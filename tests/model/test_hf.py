@@ -18,16 +18,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from hpcrl.model.build import paste_boxes
 from hpcrl.model.exact import check_exact
 from hpcrl.model.families.config_json import hf_config, read_shape, shape_from_hf
-from hpcrl.model.hf_files import (
-    Safetensors,
-    differing,
-    hf_shards,
-    open_weights,
-    others_of,
-    plan_files,
-    whole_tensors,
-    write_beside,
-)
+from hpcrl.model.hf_export import plan_files, write_beside
+from hpcrl.model.hf_files import Safetensors, differing, hf_shards, open_weights, others_of, whole_tensors
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.cache_layout import CacheLayout

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from hpcrl.model.families.config_json import hf_config, read_shape, shape_from_hf
-from hpcrl.model.hf_files import Safetensors, plan_files, whole_tensors
+from hpcrl.model.hf_export import plan_files
+from hpcrl.model.hf_files import Safetensors, whole_tensors
 from hpcrl.model.params import check_adapters, shards
 from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora
 from hpcrl.rollout.engines.native.engine import NativeEngine

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.model.families.config_json import read_shape
-from hpcrl.model.hf_files import INDEX, plan_files, write_beside
+from hpcrl.model.hf_export import plan_files, write_beside
+from hpcrl.model.hf_files import INDEX
 from hpcrl.workers.model_worker import ModelWorker
 from hpcrl.workers.weight_transfer import ExportWorker
 from tests.model.families import EXPERTS, MODELS, STATES, make_model

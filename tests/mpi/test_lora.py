@@ -16,7 +16,7 @@ from hpcrl.engine.checkpoint.sharded_load import load_sharded
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.build import copy_boxes, initial_weight, local_shards
 from hpcrl.model.families.config_json import read_shape
-from hpcrl.model.hf_files import ADAPTER_CONFIG, adapter_config
+from hpcrl.model.hf_export import ADAPTER_CONFIG, adapter_config
 from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora, ModelShape, is_adapter
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.groups import RoleGroups

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.model.hf_files import plan_files, write_beside
+from hpcrl.model.hf_export import plan_files, write_beside
 from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.user_code import import_file

@@ -18,7 +18,7 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.model.families.config_json import read_shape, shape_from_hf
-from hpcrl.model.hf_files import ADAPTER_CONFIG, adapter_config, peft_shards
+from hpcrl.model.hf_export import ADAPTER_CONFIG, adapter_config, peft_shards
 from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora, ModelShape
 from hpcrl.model.tower import encode
 from hpcrl.model.vision import Trained

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from hpcrl.model.blocks.block import Box
-from hpcrl.model.hf_files import peft_shards, plan_files
+from hpcrl.model.hf_export import peft_shards, plan_files
 from hpcrl.model.params import Head, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.layout import Layout
