@@ -60,6 +60,10 @@ TRTLLM = [
     "numpy<2",
 ]
 
+HYBRID = [
+    "fla-core>=0.4",  # kernels of gated delta nets on GPUs; torch computes them without it
+]
+
 MATH = [
     "math-verify>=0.9,<0.10",  # the scorer of the same name; brings an ANTLR parser of LaTeX and sympy
 ]
@@ -127,6 +131,7 @@ setup(
         "cpu": CPU,
         "gpu": GPU,
         "trtllm": TRTLLM,
+        "hybrid": HYBRID,
         "math": MATH,
         "wandb": WANDB,
         "mlflow": MLFLOW,

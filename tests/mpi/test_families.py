@@ -16,7 +16,10 @@ from tests.mpi.lab import Lab, metrics, on
 pytestmark = pytest.mark.ci_world(2)
 
 STEPS = 10
-NEW = ("qwen3.5-moe", "qwen3-next", "qwen3.5", "gemma3", "apertus", "olmo3", "smollm3", "glm4-moe", "minimax-m2")
+NEW = (
+    *("qwen3.5-moe", "qwen3-next", "qwen3.5", "nemotron-h", "gpt-oss", "gemma3", "apertus", "olmo3", "smollm3"),
+    *("ministral", "seed-oss", "glm4-moe", "minimax-m2"),
+)
 
 
 @pytest.mark.parametrize("name", [NEW[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEW[1:])])

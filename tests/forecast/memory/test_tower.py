@@ -41,7 +41,7 @@ BUFFERS = 2 * 4 * 4  # of the rotary embedding: 4 frequencies in fp32, and a cop
 
 
 def small(name: str, train: Trained) -> ModelShape:
-    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 2, 2]}
+    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 2, 2], "partial_rotary_factor": 1.0}
     interleaved = {} if name == "qwen2.5-vl" else {"mrope_interleaved": True}
     shape = vision_shape(name, TEXT | {"rope_parameters": rope | interleaved}, TOWER)
     return replace(shape, vision=replace(shape.vision, train=train))
