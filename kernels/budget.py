@@ -2,10 +2,12 @@
 
 HEAD_CHUNK_BYTES = 32 * 2**20  # fp32 logits in memory at a time; at 8k tokens 1k columns
 HEAD_CHUNKS = 4  # chunks whose gradients, in the weight's dtype, go into one product
-CHUNK = 64  # tokens of a chunk of a recurrence, at most
+# Tokens of a chunk of a recurrence, at most. Half as many are faster for the gated delta rule, whose chunks are
+# inverted: by 4% to 25% on a CPU for heads of 32 and 64, and by -10% to 10% for heads of 128.
+CHUNK, DELTA_CHUNK = 64, 32
 
 
-def chunk_width(longest: int) -> int:
+def chunk_width(longest: int, most: int) -> int:
     """Return the tokens of a chunk of a recurrence, if the longest sequence has so many: it has no padding, or
     little."""
-    return -(-longest // -(-longest // CHUNK))
+    return -(-longest // -(-longest // most))

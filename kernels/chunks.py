@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,10 +27,11 @@ class Chunks(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)  # all layers of a pass have one
-def chunks_of(lengths: tuple[int, ...], device: torch.device) -> Chunks:
+def chunks_of(lengths: tuple[int, ...], most: int, device: torch.device) -> Chunks:
+    """Divide sequences of these lengths into chunks of at most `most` tokens."""
     sizes = np.array(lengths)
     longest = int(sizes.max())
-    width = chunk_width(longest)
+    width = chunk_width(longest, most)
     order = np.argsort(-sizes, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -50,8 +51,22 @@ def on_device(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
 
 def by_chunk(x: Tensor, chunks: Chunks) -> Tensor:
     """(T, heads, width) -> (chunks x heads, tokens of a chunk, width), 0 for padding, which changes no state."""
-    padded = x.new_zeros(sum(chunks.steps) * chunks.width, *x.shape[1:]).index_copy(0, chunks.slots, x)
+    padded = _Padded.apply(x, chunks.slots, sum(chunks.steps) * chunks.width)
     return padded.unflatten(0, (-1, chunks.width)).transpose(1, 2).flatten(0, 1)
+
+
+class _Padded(torch.autograd.Function):
+    """Rows at `slots` of a tensor of 0. Autograd's own copies the zeros once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return x.new_zeros(count, *x.shape[1:]).index_copy_(0, slots, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return grad.index_select(0, slots), None, None
 
 
 def inside(x: Tensor) -> torch.dtype:

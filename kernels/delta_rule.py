@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hpcrl.kernels.budget import DELTA_CHUNK
 from hpcrl.kernels.chunks import Chunks, by_chunk, chunks_of, inside
 from hpcrl.kernels.dispatch import library, use_library
 
@@ -34,7 +35,7 @@ def gated_delta_rule(
     query, key: (T, key heads, key_dim); they are divided by their length, queries by sqrt(key_dim) too. value: (T,
     heads, value_dim), consecutive heads of a key head; fp32, bf16 or fp16. log_decay, beta: (T, heads) fp32. lengths:
     tokens of the sequences, T in all. state: S^T before the first token of each, (sequences, heads, key_dim, value_dim)
-    fp32; None: 0. The output has the size and dtype of `value`. Computed in fp32, in chunks of up to 64 tokens (section
+    fp32; None: 0. The output has the size and dtype of `value`. Computed in fp32, in chunks of up to 32 tokens (section
     3.3): about heads (6 key_dim value_dim + 4 chunk (key_dim + value_dim)) operations a token, three times as many
     backward, where the chunks are computed again: only inputs are kept.
 
@@ -46,7 +47,7 @@ def gated_delta_rule(
         options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
         output, last = library(FLA).chunk_gated_delta_rule(*packed, cu_seqlens=bounds, **options)
         return output.squeeze(0), last
-    tensors = query, key, value, log_decay, beta, state, chunks_of(tuple(lengths), query.device)
+    tensors = query, key, value, log_decay, beta, state, chunks_of(tuple(lengths), DELTA_CHUNK, query.device)
     if torch.is_grad_enabled():
         return checkpoint(_in_chunks, *tensors, use_reentrant=False, preserve_rng_state=False)
     return _in_chunks(*tensors)
@@ -65,11 +66,14 @@ def gated_delta_step(
         output, last = library(FLA).fused_recurrent_gated_delta_rule(*tensors, beta=beta.unsqueeze(1), **options)
         return output.squeeze(1), last
     query, key, times = _unit(query), _unit(key), value.size(1) // key.size(1)
-    query, key = (part.repeat_interleave(times, 1).unsqueeze(2) for part in (query * query.size(-1) ** -0.5, key))
-    state = state * log_decay.exp()[..., None, None]
-    change = beta[..., None, None] * (value.unsqueeze(2).to(state.dtype) - key @ state)
-    state += key.transpose(2, 3) * change
-    return (query @ state).squeeze(2).to(value.dtype), state
+    both = torch.stack((key, query * query.size(-1) ** -0.5), 2).repeat_interleave(times, 1).flatten(0, 1)
+    key, query = both.split(1, 1)
+    after = (state * log_decay.exp()[..., None, None]).flatten(0, 1)
+    said, read = torch.bmm(both, after).split(1, 1)
+    change = beta.reshape(-1, 1, 1) * (value.flatten(0, 1).unsqueeze(1).to(state.dtype) - said)
+    output = torch.addcmul(read, (query * key).sum(-1, keepdim=True), change)
+    after.baddbmm_(key.transpose(1, 2), change)
+    return output.view(value.shape).to(value.dtype), after.view(state.shape)
 
 
 def is_fused(query: Tensor, key: Tensor) -> bool:

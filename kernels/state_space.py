@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hpcrl.kernels.budget import CHUNK
 from hpcrl.kernels.chunks import Chunks, by_chunk, chunks_of, inside
 from hpcrl.kernels.dispatch import library, use_library
 
@@ -44,7 +45,7 @@ def state_space(
     """
     if is_fused(x, b):
         return _fused(x, dt, rate, b, c, skip, lengths, state)
-    tensors = x, dt, rate, b, c, skip, state, chunks_of(tuple(lengths), x.device)
+    tensors = x, dt, rate, b, c, skip, state, chunks_of(tuple(lengths), CHUNK, x.device)
     if torch.is_grad_enabled():
         return checkpoint(_in_chunks, *tensors, use_reentrant=False, preserve_rng_state=False)
     return _in_chunks(*tensors)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from hpcrl.kernels.budget import CHUNK, chunk_width
+from hpcrl.kernels.budget import DELTA_CHUNK, chunk_width
 from hpcrl.model.blocks.block import Block, CachedState, Feature, Projection, Weight
 from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, Matrix, MicroBatch, Products
 
@@ -96,7 +96,7 @@ class GatedDelta(Block):
         apart = values * itemsize if self.values_per_key > 1 else 0
         kept = batch.tokens * (2 * channels * itemsize + apart + 4 * heads * FP32 + norm + gate)
         # The rule in torch, for each value head: products of the tokens of a chunk, vectors, and states between chunks.
-        key, value, chunk = self.head_k_dim, self.head_v_dim, chunk_width(batch.longest or CHUNK)
+        key, value, chunk = self.head_k_dim, self.head_v_dim, chunk_width(batch.longest or DELTA_CHUNK, DELTA_CHUNK)
         inside = 3 * chunk + 3 * key + 6 * value + key * value // chunk
         again = 7 * (chunk + key + value) + 2 * key * value // chunk
         outside = (2 * channels + values) * itemsize + apart
@@ -108,9 +108,9 @@ class GatedDelta(Block):
         the inverse of a chunk."""
         tp, found = batch.layout.tp, super().computation(batch)
         key, value = self.head_k_dim, self.head_v_dim
-        of_head = (Matrix(key, value),) * 3 + (Matrix(key, CHUNK), Matrix(CHUNK, value)) * 2
+        of_head = (Matrix(key, value),) * 3 + (Matrix(key, DELTA_CHUNK), Matrix(DELTA_CHUNK, value)) * 2
         rule = Products(batch.tokens * self.num_v_heads / tp, of_head)
-        steps = -(-batch.longest // CHUNK)
+        steps = -(-batch.longest // DELTA_CHUNK)
         # Its input is gathered, and the gradient of it scattered, once for each of the two products.
         gathered = Collective("all_gather", batch.gathered(self.hidden_size), ("tp",), times=3)
         return found._replace(

@@ -103,7 +103,7 @@ class Mamba(Block):
         kept = batch.tokens * ((2 * channels + apart + 3 * inner) * itemsize + 3 * heads * FP32)
         # The recurrence in torch: products of the tokens of a chunk for each head, vectors, and states between chunks;
         # in 16 bits copies of x, B and C.
-        chunk, keys = chunk_width(batch.longest or CHUNK), groups * self.state_dim
+        chunk, keys = chunk_width(batch.longest or CHUNK, CHUNK), groups * self.state_dim
         fixed = 2 * heads * chunk + 2 * inner * self.state_dim // chunk
         inside, again = fixed + 6 * inner + 2 * keys + 4 * heads, fixed + 7 * inner + 4 * keys
         if itemsize < FP32:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -40,14 +41,16 @@ class HostAttention(CachedAttention):
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         new = self.new
-        rows, has_state = (torch.from_numpy(x).to(new.cache.device) for x in (new.rows, new.starts > 0))
-        states = (tensor[rows] for tensor in new.cache.states[layer])
-        return tuple(state * has_state.view(-1, *[1] * (state.dim() - 1)) for state in states)
+        rows, has_state = new.state_rows, new.starts > 0
+        states = tuple(tensor[rows] for tensor in new.cache.states[layer])
+        if has_state.all():
+            return states
+        factor = torch.from_numpy(has_state).to(new.cache.device)
+        return tuple(state * factor.view(-1, *[1] * (state.dim() - 1)) for state in states)
 
     def save_states(self, layer: int, states: tuple[Tensor, ...]) -> None:
-        rows = torch.from_numpy(self.new.rows).to(self.new.cache.device)
         for tensor, state in zip(self.new.cache.states[layer], states, strict=True):
-            tensor[rows] = state
+            tensor[self.new.state_rows] = state
 
 
 class ExactAttention(HostAttention):
@@ -182,6 +185,14 @@ class NewTokens:
         self.positions = torch.from_numpy(self._positions).to(cache.device)
         self.rope_positions = self.positions if own is None else torch.from_numpy(own).to(cache.device)
         self._places: dict[CachedHeads, tuple[tuple[Tensor, ...], Tensor | None]] = {}
+
+    @cached_property
+    def state_rows(self) -> slice | Tensor:
+        """The rows as an index of states; a slice, which copies nothing, if they are the first ones in order."""
+        count = len(self.rows)
+        if (self.rows == np.arange(count)).all():
+            return slice(0, count)
+        return torch.from_numpy(self.rows).to(self.cache.device)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         heads = self.cache[layer].heads
