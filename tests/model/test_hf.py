@@ -260,9 +260,33 @@ def test_what_our_model_does_not_compute_is_refused(change: dict[str, object], s
         ("deepseek-v3", {"first_k_dense_replace": "1"}, "first_k_dense_replace='1'"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method=noaux_tc; expected greedy"),
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob=True; only False"),
+        (
+            "qwen3-next",
+            {"layer_types": ["linear_attention"] * 4},
+            "layer_types has 4 layers; expected num_hidden_layers=5",
+        ),
+        ("qwen3-next", {"layer_types": ["sliding_attention"] * 5}, "expected full_attention or linear_attention"),
+        (
+            "qwen3-next",
+            {"linear_num_value_heads": 9},
+            "linear_num_key_heads=4 does not divide linear_num_value_heads=9",
+        ),
+        ("qwen3.5", {"full_attention_interval": 0}, "full_attention_interval=0; expected a positive whole number"),
+        ("qwen3.5", {"rope_parameters": {"partial_rotary_factor": 2, "rope_theta": 9.0}}, "partial_rotary_factor=2"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0; only None"),
+        ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern=0; expected a positive whole number"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": [1]}},
+            "rope_parameters=.*; expected those of full_attention",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\]; expected a list of num_hidden_layers=5"),
+        ("minimax-m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8; only 0"),
+        ("glm4-moe", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported"),
+        ("gpt-oss", {"swiglu_limit": 0}, "swiglu_limit=0; expected a positive number"),
     ],
 )
-def test_what_our_deepseek_does_not_compute_is_refused(name: str, change: dict[str, object], said: str) -> None:
+def test_what_other_families_do_not_compute_is_refused(name: str, change: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said) as caught:
         shape_from_hf({**hf_config(shape_from_hf(make_model(name).config.to_dict())), **change}, "some/config.json")
     assert str(caught.value).startswith("some/config.json")

@@ -191,6 +191,13 @@ _SIZES = (
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("n_routed_experts", "n_group", "topk_group"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim", "full_attention_interval", "shared_expert_intermediate_size"),
+    *("no_rope_layer_interval", "sliding_window_pattern", "rotary_dim"),
+)
+_NUMBERS = (
+    *("rms_norm_eps", "initializer_range", "routed_scaling_factor", "query_pre_attn_scalar"),
+    *("swiglu_alpha", "swiglu_limit"),
 )
 
 
@@ -199,6 +206,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace"), MOST_LAYERS),
     **dict.fromkeys((*_EXPERTS, "num_attention_heads", "num_key_value_heads"), 10_000),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 10_000),
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
 }
 MOST_IN_ALL = 500_000  # experts of all layers
@@ -210,8 +218,7 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
         found = config.get(key)
         if isinstance(found, int) and found > most:
             raise InputError(f"{key}={found}; expected at most {most}")
-    numbers = "rms_norm_eps", "initializer_range", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit"
-    for key in (*_SIZES, *numbers):
+    for key in (*_SIZES, *_NUMBERS):
         kinds = (int,) if key in _SIZES else (int, float)
         found = config.get(key)
         if found is not None and (isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < 2**31):
