@@ -100,7 +100,7 @@ def _in_chunks(
 ) -> tuple[Tensor, Tensor]:
     """The rule in a few products of all chunks, and three for each step of `_Scan`.
 
-    In a chunk let c_i = exp(the sum of log_decay up to token i), and U_i = beta_i (v_i - what the state says of k_i).
+    In a chunk let c_i = exp(the sum of log_decay up to token i), and U_i = beta_i (v_i - the value that S has for k_i).
     Then (I + L) U = beta v - beta c (K S), where L_ij = beta_i c_i / c_j k_i k_j for j < i.
     """
     heads, times, dtype = value.size(1), value.size(1) // key.size(1), inside(value)

@@ -154,6 +154,7 @@ class PackedTokens(PackedSeqParams):
     sources: Tensor  # (places,) int64: token at that place; arbitrary for padding
     output_rows: Tensor | None = None  # (R,) int64: tokens with a head output; None: all S
     tails: tuple[Tail, ...] | None = None  # only with context parallelism
+    lengths: tuple[int, ...] | None = None  # of the sequences, on the host; None with context parallelism
     routing: Routing | None = None  # of a model with experts
     pictures: PackedPictures | None = None
     deepstack: Deepstack | None = None  # set by the model
@@ -225,6 +226,7 @@ def pack(
         rope_positions=turning,
         output_rows=output_rows,
         tails=tails,
+        lengths=None if bounds is None else tuple(lengths.tolist()),
         pictures=pictures,
         **runs._asdict(),
     )

@@ -15,6 +15,7 @@ from hpcrl.model.families.family import LANGUAGE_MODEL
 from hpcrl.model.hf_files import INDEX, MAX_BYTES, SINGLE, Safetensors, hf_names_of, hf_shards, stack_of
 from hpcrl.model.params import Shard, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
+from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import open_file, read_json
 
 OTHERS = "model-others-"  # prefix of files of tensors that are not the model's
@@ -94,8 +95,8 @@ def write_beside(
     config: dict[str, Any] = hf_config(shape)
     if like is not None:
         config = read_json(like / CONFIG, like)
-        if config.get("num_nextn_predict_layers") and not copied:
-            config["num_nextn_predict_layers"] = 0  # their weights are not in the files
+    if config.get("num_nextn_predict_layers") and not copied:
+        config["num_nextn_predict_layers"] = 0  # their weights are not in the files
     config.pop("quantization_config", None)  # the weights that are written are not quantised
     for key in ("dtype", "torch_dtype"):  # the newer and the older name
         config[key] = dtype
@@ -122,10 +123,13 @@ def _copy_others(folder: Path, shape: ModelShape, like: Path) -> dict[str, tuple
     from safetensors.torch import save_file
 
     found = dict[str, tuple[str, int]]()
-    for number, part in enumerate(Safetensors(like).others(shape), 1):
-        file = f"{OTHERS}{number:05d}.safetensors"
-        save_file(part, folder / file, metadata={"format": "pt"})
-        found |= {name: (file, tensor.nbytes) for name, tensor in part.items()}
+    try:
+        for number, part in enumerate(Safetensors(like).others(shape), 1):
+            file = f"{OTHERS}{number:05d}.safetensors"
+            save_file(part, folder / file, metadata={"format": "pt"})
+            found |= {name: (file, tensor.nbytes) for name, tensor in part.items()}
+    except InputError as error:  # a directory that has changed since the start
+        raise OSError(str(error)) from error
     return found
 
 

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from hpcrl.model.blocks.block import CachedHeads, CachedState
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.native.attention import PagedAttention
 from hpcrl.rollout.engines.native.engine import NativeEngine
+from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.paged_decode import graph_size
 from hpcrl.rollout.engines.native.scheduler import Scheduler
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
@@ -161,3 +164,14 @@ def test_a_step_takes_one_transfer_each_way_and_its_launches_do_not_depend_on_ro
     launches = {size: min(step.launches for step in steps) for size, steps in by_size.items()}
     assert launches[1, 1] == launches[7, 1]
     assert launches[7, 2] - launches[7, 1] < 50
+
+
+def test_a_row_without_cached_tokens_has_no_state_of_an_earlier_one() -> None:
+    heads, state = CachedHeads(groups=1, queries=2, key_dim=16, value_dim=16), CachedState(((2, 3),))
+    cache = KVCache(CacheLayout((heads, state)), 4, 32, 3, torch.float32, torch.device("cpu"))
+    cache.states[1][0].fill_(torch.nan)
+    numbers = torch.arange(3, dtype=torch.int32)
+    cached, num_rows = torch.tensor([0, 5, 1], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    attention = PagedAttention(cache, numbers, numbers, 1, cached, num_rows, numbers)
+    (found,) = attention.states(1)
+    assert (found[0] == 0).all() and found[1:].isnan().all()

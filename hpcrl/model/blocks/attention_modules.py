@@ -171,7 +171,7 @@ class CachedAttention:
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         """Return the state tensors (sequences, *size) that a recurrent layer has before the new tokens, 0 at the start
-        of a sequence."""
+        of a sequence. They may be views of the cache, and are not changed in place."""
         raise NotImplementedError
 
     def save_states(self, layer: int, states: tuple[Tensor, ...]) -> None:

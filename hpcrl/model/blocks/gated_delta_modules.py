@@ -57,9 +57,8 @@ def mix(
         output, state = gated_delta_step(*tensors, state)
     else:
         output, state = gated_delta_rule(*tensors, lengths, state)
-    gate = silu(
-        gate.reshape(output.shape).contiguous().float()
-    )  # a copy, so that autograd does not keep all of `mixed`
+    # A copy, so that autograd does not keep all of `mixed`.
+    gate = silu(gate.reshape(output.shape).contiguous().float())
     output = (rms_norm(output, weights.norm, eps) * gate).to(mixed.dtype)
     return output.flatten(1), (window, state)
 

@@ -61,8 +61,8 @@ class RecurrentNet(MegatronModule):
     ) -> tuple[Tensor, None]:
         """`hidden_states` (S / tp, 1, hidden) with sequence parallelism, else (S, 1, hidden) -> the same shape."""
         products = [getattr(self, name)(hidden_states)[0].squeeze(1) for name in self.projections]
-        assert packed_seq_params.cu_seqlens_q is not None  # without context parallelism
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        lengths = packed_seq_params.lengths
+        assert lengths is not None  # without context parallelism
         tokens, size = sum(lengths), len(products[0])
         output, _states = self.mix([product[:tokens] for product in products], lengths, None)
         if tokens < size:

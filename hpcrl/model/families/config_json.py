@@ -193,7 +193,6 @@ _SIZES = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "full_attention_interval", "shared_expert_intermediate_size"),
-    *("no_rope_layer_interval", "sliding_window_pattern", "rotary_dim"),
 )
 _NUMBERS = (
     *("rms_norm_eps", "initializer_range", "routed_scaling_factor", "query_pre_attn_scalar"),

@@ -106,6 +106,13 @@ def dense_layers(config: Mapping[str, Any]) -> int:
     return dense
 
 
+def shared_experts(config: Mapping[str, Any]) -> int:
+    count = config["n_shared_experts"] or 0
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 10_000:
+        raise InputError(f"n_shared_experts={count!r}; expected a whole number, 0 at least")
+    return count
+
+
 def sigmoid_mixture(config: Mapping[str, Any]) -> MixtureOfExperts:
     """Return V3's mixture of experts, for families with blocks of their own."""
     groups, width = _groups(config), config["moe_intermediate_size"]
@@ -115,7 +122,7 @@ def sigmoid_mixture(config: Mapping[str, Any]) -> MixtureOfExperts:
         width,
         config["num_experts_per_tok"],
         norm_topk_prob=config["norm_topk_prob"],
-        shared_ffn_hidden_size=(config["n_shared_experts"] or 0) * width,
+        shared_ffn_hidden_size=shared_experts(config) * width,
         score_function="sigmoid",
         has_score_bias=True,
         num_groups=groups["moe_num_groups"],
@@ -137,7 +144,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         "num_experts": config["n_routed_experts"],
         "moe_ffn_hidden_size": config[width],
-        "moe_shared_ffn_hidden_size": (config["n_shared_experts"] or 0) * config[width],
+        "moe_shared_ffn_hidden_size": shared_experts(config) * config[width],
         "moe_topk": config["num_experts_per_tok"],
         "moe_routed_scale": float(config["routed_scaling_factor"]),
         "dense_layers": tuple(range(dense_layers(config))),

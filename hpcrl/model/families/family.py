@@ -125,6 +125,14 @@ def layer_types_of(config: Mapping[str, Any], default: Callable[[int], str], *ki
     return given
 
 
+def positive(config: Mapping[str, Any], key: str) -> int:
+    """Return a number that other families may have as 0, because they ignore it."""
+    found = config[key]
+    if isinstance(found, bool) or not isinstance(found, int) or not 0 < found < 2**31:
+        raise InputError(f"{key}={found!r}; expected a positive whole number")
+    return found
+
+
 def head_dim_of(config: Mapping[str, Any]) -> int:
     width: int = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     return width

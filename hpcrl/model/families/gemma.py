@@ -20,6 +20,7 @@ from hpcrl.model.families.family import (
     attention_of,
     head_dim_of,
     layer_types_of,
+    positive,
 )
 from hpcrl.model.families.rope_keys import FULL, SLIDING, ropes_of
 
@@ -41,7 +42,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    pattern = config["sliding_window_pattern"]
+    pattern = positive(config, "sliding_window_pattern")
     types = layer_types_of(config, lambda layer: SLIDING if (layer + 1) % pattern else FULL, FULL, SLIDING)
     ropes = ropes_of(config, head_dim_of(config), config["rope_local_base_freq"])
     mlp = FeedForward(config["hidden_size"], config["intermediate_size"], "gelu_tanh")

@@ -42,7 +42,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    options = {"qkv_bias": config["attention_bias"], "qk_norm": "head" if config["use_qk_norm"] else ""}
+    options = {"qkv_bias": bool(config["attention_bias"]), "qk_norm": "head" if config["use_qk_norm"] else ""}
     attention = attention_of(config, rope_of(config, head_dim_of(config)), **options)
     dense = FeedForward(config["hidden_size"], config["intermediate_size"])
     mixture, count = sigmoid_mixture(config), dense_layers(config)

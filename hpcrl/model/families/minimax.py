@@ -19,6 +19,7 @@ from hpcrl.model.families.family import (
     Family,
     attention_of,
     head_dim_of,
+    positive,
 )
 from hpcrl.model.families.rope_keys import PARTIAL, rope_of
 
@@ -38,7 +39,7 @@ _BIAS = {f"{MEGATRON}mlp.router.expert_bias": (f"{HF}block_sparse_moe.e_score_co
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     head_dim, rotated = head_dim_of(config), config["rotary_dim"]
-    partial = {} if rotated is None else {PARTIAL: rotated / head_dim}
+    partial = {} if rotated is None else {PARTIAL: positive(config, "rotary_dim") / head_dim}
     attention = attention_of(config, rope_of({**partial, **config}, head_dim), qk_norm="all")
     mixture = MixtureOfExperts(
         config["hidden_size"],

@@ -120,7 +120,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mamba(config: Mapping[str, Any]) -> Mamba:
-    """The largest step of time and `time_step_limit` are not used."""
+    """Return Mamba-2. As in `transformers`, the step of time is at least time_step_min, and has no other limit."""
     keys = "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"
     for key in keys:
         if isinstance(config[key], bool) or not isinstance(config[key], int) or not 0 < config[key] < 2**16:

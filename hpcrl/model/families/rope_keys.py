@@ -14,7 +14,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 
 
 def rope_section(config: Mapping[str, Any]) -> Any:
-    """The keys of the rotary embedding: those of transformers 4 have priority, as in transformers 5."""
+    """Return the keys of the rotary embedding. Those of transformers 4 have priority, as in transformers 5."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
@@ -37,10 +37,14 @@ def rope_of(config: Mapping[str, Any], head_dim: int, section: Any = None) -> Ro
         raise InputError(f"rope_parameters={rope!r}; expected one rotary embedding for all layers")
     rope = {key: value for key, value in rope.items() if value is not None}
     theta = rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 2**31:
+        raise InputError(f"rope_theta={theta!r}; expected a positive number")
     partial = rope.get(PARTIAL, config.get(PARTIAL, 1.0))
     if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
         raise InputError(f"{PARTIAL}={partial!r}; expected a number above 0 and up to 1")
     dim = int(head_dim * partial)
+    if dim <= 0 or dim % 2:
+        raise InputError(f"{PARTIAL}={partial} of heads of {head_dim} rotates {dim} numbers; expected an even number")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in ("default", "mrope"):  # positions of pictures are in `hpcrl.model.blocks.rope_angles`
         return Rope(dim, theta)
@@ -63,6 +67,8 @@ def ropes_of(config: Mapping[str, Any], head_dim: int, local_theta: Any) -> dict
     ):
         raise InputError(f"rope_parameters={given!r}; expected those of {FULL} and {SLIDING}")
     scaling = config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise InputError(f"rope_scaling={scaling!r}; expected the keys of {FULL}")
     sections = {
         FULL: {"rope_theta": config["rope_theta"], **(given.get(FULL) or {}), **scaling},
         SLIDING: {"rope_theta": local_theta, **(given.get(SLIDING) or {})},

@@ -28,7 +28,7 @@ FAMILIES = {
         "SeedOssForCausalLM",
         {**LLAMA, **QKV_BIAS},
         {"hidden_act": "silu", "attention_out_bias": False, "mlp_bias": False},
-        lambda config: {"qkv_bias": config["attention_bias"]},
+        lambda config: {"qkv_bias": bool(config["attention_bias"])},
         _keys,
     )
 }

@@ -8,7 +8,16 @@ from typing import Any
 from hpcrl.model.blocks.block import Layer
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.norms import Norms
-from hpcrl.model.families.family import COMMON, LLAMA, NO_BIAS, Family, attention_of, head_dim_of, layer_types_of
+from hpcrl.model.families.family import (
+    COMMON,
+    LLAMA,
+    NO_BIAS,
+    Family,
+    attention_of,
+    head_dim_of,
+    layer_types_of,
+    positive,
+)
 from hpcrl.model.families.rope_keys import FULL, SLIDING, rope_of
 from hpcrl.runtime.exits import InputError
 
@@ -28,8 +37,9 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    count, interval, turned = (config[key] for key in ("num_hidden_layers", "no_rope_layer_interval", "no_rope_layers"))
+    count, turned = config["num_hidden_layers"], config["no_rope_layers"]
     if turned is None:
+        interval = positive(config, "no_rope_layer_interval")
         turned = [(layer + 1) % interval != 0 for layer in range(count)]
     if not isinstance(turned, list) or len(turned) != count:
         raise InputError(f"no_rope_layers={turned!r}; expected a list of num_hidden_layers={count} numbers")

@@ -46,7 +46,8 @@ def check_layout(
             and attention.is_common
             and not (attention.qk_norm and attention.zero_centered),
             "attention with a window": not has_window or shape.family in windows,
-            mlp.title: type(mlp) is FeedForward or (shape.family in mixtures and is_plain(mlp)),
+            mlp.title: (type(mlp) is FeedForward and mlp.is_swiglu) or (shape.family in mixtures and is_plain(mlp)),
+            "scaled embeddings": shape.embedding_scale == 1.0,
             norms.title: norms == Norms(),
         }
         if unknown := [title for title, known in is_known.items() if not known]:

@@ -45,12 +45,16 @@ class HostAttention(CachedAttention):
         states = tuple(tensor[rows] for tensor in new.cache.states[layer])
         if has_state.all():
             return states
-        factor = torch.from_numpy(has_state).to(new.cache.device)
-        return tuple(state * factor.view(-1, *[1] * (state.dim() - 1)) for state in states)
+        return _from_zero(states, torch.from_numpy(has_state).to(new.cache.device))
 
     def save_states(self, layer: int, states: tuple[Tensor, ...]) -> None:
         for tensor, state in zip(self.new.cache.states[layer], states, strict=True):
             tensor[self.new.state_rows] = state
+
+
+def _from_zero(states: tuple[Tensor, ...], has_state: Tensor) -> tuple[Tensor, ...]:
+    """Return states (n, *size), 0 where a row has none: there the cache has what an earlier row left, maybe NaN."""
+    return tuple(state.masked_fill(~has_state.view(-1, *[1] * (state.dim() - 1)), 0.0) for state in states)
 
 
 class ExactAttention(HostAttention):
@@ -101,7 +105,7 @@ class PagedAttention(CachedAttention):
         rows: Tensor | None = None,
         rope_positions: Tensor | None = None,
     ) -> None:
-        self._cache, self._rows = cache, rows
+        self._cache, self._rows, self._has_state = cache, rows, cached > 0
         self.rope_positions = cached if rope_positions is None else rope_positions
         self._of_kind: dict[CachedHeads, PagedRows] = {}
         self._places: dict[CachedHeads, tuple[Tensor, Tensor]] = {}
@@ -149,7 +153,8 @@ class PagedAttention(CachedAttention):
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         assert self._rows is not None
-        return tuple(tensor.index_select(0, self._rows) for tensor in self._cache.states[layer])
+        states = tuple(tensor.index_select(0, self._rows) for tensor in self._cache.states[layer])
+        return _from_zero(states, self._has_state)
 
     def save_states(self, layer: int, states: tuple[Tensor, ...]) -> None:
         assert self._rows is not None
