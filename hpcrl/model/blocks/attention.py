@@ -26,15 +26,13 @@ HEAD_NORM = Launches(10, 56, 8, 1)
 
 
 class Heads(NamedTuple):
-    """The heads of a model, and their widths. `rope_dim` is the width of the rotated part of queries and keys.
-    `has_norm` says whether queries and keys have an RMSNorm, and `has_gate` whether the output has a gate, which the
-    projection of the queries computes. has_sinks: see `Attention`."""
+    """The heads of a model, and their widths. `has_norm` says whether queries and keys have an RMSNorm, and `has_gate`
+    whether the output has a gate, which the projection of the queries computes. has_sinks: see `Attention`."""
 
     queries: int
     groups: int
     key_dim: int
     value_dim: int
-    rope_dim: int
     has_norm: bool = False
     has_gate: bool = False
     has_sinks: bool = False
@@ -195,10 +193,8 @@ class Attention(HeadsBlock):
 
     @property
     def heads(self) -> Heads:
-        width, rope = self.head_dim, self.rope
-        rotated = rope.dim if rope is not None else 0
-        flags = bool(self.qk_norm), self.has_gate, self.has_sinks
-        return Heads(self.num_heads, self.num_groups, width, width, rotated, *flags)
+        width, flags = self.head_dim, (bool(self.qk_norm), self.has_gate, self.has_sinks)
+        return Heads(self.num_heads, self.num_groups, width, width, *flags)
 
     def weights(self) -> Iterator[Weight]:
         width, per_group = self.head_dim, self.num_heads // self.num_groups

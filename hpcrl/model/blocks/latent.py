@@ -51,8 +51,7 @@ class Latent(HeadsBlock):
 
     @property
     def heads(self) -> Heads:
-        widths = self.widths
-        return Heads(self.num_heads, self.num_heads, self.head_dim, widths.v_head_dim, widths.qk_rope_head_dim)
+        return Heads(self.num_heads, self.num_heads, self.head_dim, self.widths.v_head_dim)
 
     def weights(self) -> Iterator[Weight]:
         hidden, heads, widths = self.hidden_size, self.num_heads, self.widths

@@ -49,11 +49,11 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     norms = Norms(before=True, after=True, zero_centered=True)
     options = {"qk_norm": "head", "zero_centered": True, "softmax_scale": config["query_pre_attn_scalar"] ** -0.5}
     windows = {FULL: None, SLIDING: config["sliding_window"]}
-    kinds = {
-        kind: Layer(attention_of(config, ropes[kind], window=window, **options), mlp, norms)
-        for kind, window in windows.items()
+    attention = {kind: attention_of(config, ropes[kind], window=windows[kind], **options) for kind in windows}
+    return {
+        "blocks": tuple(Layer(attention[kind], mlp, norms) for kind in types),
+        "embedding_scale": math.sqrt(config["hidden_size"]),
     }
-    return {"blocks": tuple(kinds[kind] for kind in types), "embedding_scale": math.sqrt(config["hidden_size"])}
 
 
 FAMILIES = {

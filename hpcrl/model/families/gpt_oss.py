@@ -78,12 +78,9 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         swiglu_alpha=float(config["swiglu_alpha"]),
         swiglu_limit=float(config["swiglu_limit"]),
     )
-    kinds = {
-        kind: Layer(attention_of(config, rope, window=window, **options), mixture, Norms())
-        for kind, window in windows.items()
-    }
+    attention = {kind: attention_of(config, rope, window=windows[kind], **options) for kind in windows}
     types = layer_types_of(config, lambda layer: FULL if layer % 2 else SLIDING, FULL, SLIDING)
-    return {"blocks": tuple(kinds[kind] for kind in types)}
+    return {"blocks": tuple(Layer(attention[kind], mixture, Norms()) for kind in types)}
 
 
 FAMILIES = {

@@ -38,11 +38,8 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     ropes = ropes_of(config, head_dim_of(config), DEFAULTS["olmo3"]["rope_theta"])
     mlp, norms = FeedForward(config["hidden_size"], config["intermediate_size"]), Norms(before=False, after=True)
     windows = {FULL: None, SLIDING: config["sliding_window"]}
-    kinds = {
-        kind: Layer(attention_of(config, ropes[kind], qk_norm="all", window=window), mlp, norms)
-        for kind, window in windows.items()
-    }
-    return {"blocks": tuple(kinds[kind] for kind in types)}
+    attention = {kind: attention_of(config, ropes[kind], qk_norm="all", window=windows[kind]) for kind in windows}
+    return {"blocks": tuple(Layer(attention[kind], mlp, norms) for kind in types)}
 
 
 FAMILIES = {"olmo3": Family("Olmo3ForCausalLM", {**LLAMA, **QK_NORM, **OUTPUT_NORMS}, NO_BIAS, _fields)}

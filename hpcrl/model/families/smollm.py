@@ -47,13 +47,12 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     default = [FULL if has_rope or window is None else SLIDING for has_rope in turned]
     types = layer_types_of(config, default.__getitem__, FULL, SLIDING)
     rope, mlp = rope_of(config, head_dim_of(config)), FeedForward(config["hidden_size"], config["intermediate_size"])
-    kinds = {
-        (has_rope, seen): Layer(attention_of(config, rope if has_rope else None, window=seen), mlp, Norms())
-        for has_rope in (False, True)
-        for seen in {None, window}
-    }
-    layers = zip(turned, types, strict=True)
-    return {"blocks": tuple(kinds[bool(has_rope), window if kind == SLIDING else None] for has_rope, kind in layers)}
+    windows = {FULL: None, SLIDING: window}
+    attention = [
+        attention_of(config, rope if has_rope else None, window=windows[kind])
+        for has_rope, kind in zip(turned, types, strict=True)
+    ]
+    return {"blocks": tuple(Layer(mixer, mlp, Norms()) for mixer in attention)}
 
 
 FAMILIES = {"smollm3": Family("SmolLM3ForCausalLM", LLAMA, NO_BIAS | {"mlp_bias": False}, _fields)}
