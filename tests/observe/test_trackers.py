@@ -8,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from hpcrl.observe.record import trackers
 from hpcrl.observe.record.tracker_mlflow import ID_TAG, STATUS_TAG, _name
 from hpcrl.observe.record.tracker_wandb import read_records
 from hpcrl.observe.record.trackers import Row, RowReader, missing_packages, run_id
@@ -219,6 +221,15 @@ def test_a_tracker_that_fails_costs_one_warning_and_no_time(tmp_path: Path) -> N
     assert seconds[0] < 0.5 and seconds[1] < 8, times
     left = [process for pid in set(psutil.pids()) - before if (process := find(pid, str(tmp_path)))]
     assert not left, left
+
+
+def test_the_error_of_a_process_that_failed_before_it_got_the_final_status() -> None:
+    near, far = Pipe()
+    far.send("ConnectionError: no route to host")
+    far.close()
+    rank = trackers.FinalStatus(near)
+    rank.value = "finished"
+    assert trackers._supervise(0, near, rank, 1.0) == "ConnectionError: no route to host"
 
 
 def find(pid: int, folder: str) -> list[str] | None:

@@ -218,7 +218,8 @@ class FinalStatus:
 def _supervise(child: int, pipe: Connection, rank: FinalStatus, finish_seconds: float) -> str | None:
     """Pass the final status on, and wait for the process that logs. Returns its error, or None."""
     if rank.value is not None:
-        pipe.send(rank.value)
+        with contextlib.suppress(OSError):  # a process that has failed already: its error is read below
+            pipe.send(rank.value)
     while True:
         seconds = rank.time + finish_seconds - time.monotonic()
         ready = wait([pipe, rank.pipe] if rank.value is None else [pipe], min(3600.0, max(0.0, seconds)))
