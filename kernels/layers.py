@@ -93,22 +93,23 @@ def _norm_reason(x: Tensor) -> str:
     return f"rows of {x.size(-1)} are wider than {MAX_WIDTH}" if x.size(-1) > MAX_WIDTH else ""
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Return silu(gate) * up of `x` (..., 2 m) = [gate, up]: (..., m), in the dtype of `x`.
+def swiglu(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up of `x` (..., 2 m) = [gate, up], times `weights` (...) fp32: (..., m), in the dtype of `x`.
 
-    x: fp32, bf16 or fp16. Computed in fp32 and rounded once on a GPU, after each of the two steps elsewhere. Moves x in
-    and the result, half as large, out: about 6 operations per result. For the backward pass the kernel keeps only x; it
-    moves x and the gradient in, that of x out: about 12 operations. Raises ValueError for odd rows.
+    x: fp32, bf16 or fp16. Computed in fp32 and rounded once on a GPU, after each of the steps elsewhere. Moves x in
+    and the result, half as large, out: about 6 operations per result. For the backward pass the kernel keeps only its
+    inputs; it moves x and the gradient in, that of x out: about 12 operations. Raises ValueError for odd rows.
     """
     if x.size(-1) % 2:
         raise ValueError(f"rows of {x.size(-1)} are not two halves; gate and up must have one width")
     if use_triton("swiglu", x):
         from hpcrl.kernels.layers_triton import SwiGLU
 
-        return SwiGLU.apply(x)
+        return SwiGLU.apply(x, weights)
     gate, up = x.chunk(2, dim=-1)
     gated = silu(gate)
-    return gated * up if x.requires_grad else gated.mul_(up)
+    product = gated * up if x.requires_grad else gated.mul_(up)
+    return product if weights is None else (product * weights.unsqueeze(-1)).to(x.dtype)
 
 
 MOST_DIMENSIONS = 4  # maximum dimensions of the kernel

@@ -125,19 +125,28 @@ SWIGLU_WIDTH = 1024  # maximum columns per program
 
 
 @triton.jit(do_not_specialize=["rows"])
-def swiglu_forward(x, y, rows, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """y (rows, WIDTH) = silu(gate) up of x, whose rows have `stride`."""
+def swiglu_forward(
+    x, weights, y, rows, stride, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """y (rows, WIDTH) = silu(gate) up of x, whose rows have `stride`, times the rows' weights."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
     gate = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride + column + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * WIDTH + column, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=inside)
+    value = gate * tl.sigmoid(gate) * up
+    if WEIGHTED:
+        value *= tl.load(weights + row, mask=row < rows, other=0.0)
+    tl.store(y + row * WIDTH + column, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def swiglu_backward(x, dy, dx, rows, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """dx (rows, 2 WIDTH): dy up s (1 + gate (1 - s)) of the gate, with its sigmoid s, and dy gate s of up."""
+def swiglu_backward(
+    x, weights, dy, dx, dw, rows, stride, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx (rows, 2 WIDTH): w dy up s (1 + gate (1 - s)) of the gate, with its sigmoid s and the row's weight w, and
+    w dy gate s of up. A column of dw (rows, blocks of columns) has the sums of dy gate s up in its block."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -145,6 +154,10 @@ def swiglu_backward(x, dy, dx, rows, stride, WIDTH: tl.constexpr, ROWS: tl.const
     up = tl.load(x + row * stride + column + WIDTH, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(dy + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     s = tl.sigmoid(gate)
+    if WEIGHTED:
+        of_weights = tl.sum(grad * gate * s * up, 1)[:, None]
+        tl.store(dw + row * tl.num_programs(1) + tl.program_id(1), of_weights, mask=row < rows)
+        grad *= tl.load(weights + row, mask=row < rows, other=0.0)
     of_gate, of_up = grad * up * s * (1.0 + gate * (1.0 - s)), grad * gate * s
     place = row * (2 * WIDTH) + column
     tl.store(dx + place, of_gate.to(dx.dtype.element_ty), mask=inside)
@@ -167,31 +180,34 @@ class SwiGLUTile(NamedTuple):
 
 
 class SwiGLU(torch.autograd.Function):
-    """Keeps only the input for the backward pass."""
+    """Keeps only its inputs for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.size(-1))
         flat = flat if flat.stride(1) == 1 else flat.contiguous()
-        ctx.save_for_backward(flat)
+        ctx.save_for_backward(flat, weights)
         rows, width = len(flat), flat.size(1) // 2
         y, tile = flat.new_empty(*x.shape[:-1], width), SwiGLUTile.of(width)
         if y.numel():
             swiglu_forward[tile.grid(rows, width)](
-                flat, y, rows, flat.stride(0), WIDTH=width, ROWS=tile.rows, BLOCK=tile.block
-            )
+                flat, flat if weights is None else weights.contiguous(), y, rows, flat.stride(0),
+                WEIGHTED=weights is not None, WIDTH=width, ROWS=tile.rows, BLOCK=tile.block,
+            )  # fmt: skip
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weights = ctx.saved_tensors
         rows, width = len(x), x.size(1) // 2
         dx, tile = x.new_empty(*dy.shape[:-1], 2 * width), SwiGLUTile.of(width)
+        dw = None if weights is None else weights.new_zeros(rows, triton.cdiv(width, tile.block))
         if dx.numel():
             swiglu_backward[tile.grid(rows, width)](
-                x, dy.contiguous(), dx, rows, x.stride(0), WIDTH=width, ROWS=tile.rows, BLOCK=tile.block
-            )
-        return dx
+                x, x if weights is None else weights.contiguous(), dy.contiguous(), dx, x if dw is None else dw, rows,
+                x.stride(0), WEIGHTED=weights is not None, WIDTH=width, ROWS=tile.rows, BLOCK=tile.block,
+            )  # fmt: skip
+        return dx, None if dw is None else dw.sum(1).view(weights.shape)
 
 
 ROPE_PAIRS = 2048  # pairs per program

@@ -88,6 +88,9 @@ class DataParallelChunks:
             for chunk in chunks
         ]
         if overlap.overlap_grad_reduce:
+            for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+                # Megatron's hook also requires a gradient of parameters whose gradient is in `main_grad` already.
+                parameter.requires_some_grad = True
             config.no_sync_func = [model.no_sync for model in self.models]
             if len(chunks) == 1:
                 (config.no_sync_func,) = config.no_sync_func

@@ -92,7 +92,7 @@ class LowRankUpdate:
         """(..., in) -> (..., out), in the shapes of the layer's input and output."""
         adapters = self.adapters.values()
         low = linear(x, torch.cat([adapter.lora_A for adapter in adapters])) * self.scale
-        if not layer.is_expert:  # megatron's dispatcher sums the outputs of experts' ranks
+        if not layer.is_expert:  # the outputs of experts' ranks are summed
             low = OVER_RANKS[self.is_row_parallel, layer.sequence_parallel](low, group=layer.tp_group)
         inner = dict(zip(self.adapters, low.chunk(len(adapters), dim=-1), strict=True))
         updates = [
@@ -118,6 +118,7 @@ def add_adapters(model: PackedGPT, shards: Iterable[Shard], lora: Lora) -> None:
         for name, adapter in update.adapters.items():
             model.get_submodule(path.rpartition(".")[0]).add_module(name, adapter)
         if update.adapters:
+            layer.update = update  # experts compute theirs together
             layer.register_forward_hook(update)
     if model.pre_process and model.config.recompute_granularity is not None:
         # Recomputation produces gradients only if its input requires one.

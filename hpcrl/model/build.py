@@ -30,6 +30,7 @@ with warnings.catch_warnings():
 
     from hpcrl.model.adapters import add_adapters
     from hpcrl.model.blocks.layers import ScalarHead, embedding_factor, use_exact_linear
+    from hpcrl.model.blocks.mixture_modules import Mixture
     from hpcrl.model.blocks.norms import norm_module
     from hpcrl.model.exact import check_exact
     from hpcrl.model.gpt import PackedGPT
@@ -156,6 +157,9 @@ def _chunk(
         use_exact_linear(model)
     if lora is not None:
         add_adapters(model, (shard for shard in local if shard.chunk == number), lora)
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            module.place_weights()
     return model
 
 

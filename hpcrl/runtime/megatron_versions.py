@@ -60,15 +60,17 @@ def mlp_submodules(layer: ModuleSpec) -> list[MLPSubmodules]:
     return [inside]
 
 
-def use_mixture(layer: ModuleSpec, mixture: type, router: Callable[..., Any], groups: ProcessGroupCollection) -> None:
-    """Replace a layer's mixture of experts and router."""
+def use_mixture(
+    layer: ModuleSpec, mixture: type, router: Callable[..., Any], groups: ProcessGroupCollection, **options: Any
+) -> None:
+    """Replace a layer's mixture of experts and router. options: of `mixture`."""
     description = layer.submodules.mlp
     submodules_of(description).router = router
     if isinstance(description, ModuleSpec):
         description.module = mixture
-        description.params = {"pg_collection": groups}  # it hands them to its own class only
+        description.params = {"pg_collection": groups, **options}  # it hands groups to its own class only
     else:
-        layer.submodules.mlp = functools.partial(mixture, submodules=submodules_of(description))
+        layer.submodules.mlp = functools.partial(mixture, submodules=submodules_of(description), **options)
 
 
 def grads_for_norm(optimizer: MegatronOptimizer) -> list[Tensor]:

@@ -1,54 +1,125 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.grouped_experts import Experts, mixture
-from hpcrl.kernels.layers import swiglu
+from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.grouped_experts import Biases, ExpertWeights, Order, grouped_linear, place_in_stack
+from hpcrl.kernels.grouped_experts_triton import add_expert_gradients
 from tests.kernels.close import assert_near
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-EXPERTS, HIDDEN, FFN, TOKENS, TOPK = 8, 32, 16, 11, 3
+EXPERTS, INSIDE, OUTSIDE, TOKENS, TOPK = 8, 32, 16, 11, 3
 
 
-def weights_of_experts(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """In one tensor, fc2 before fc1 and the last expert first, as in megatron's buffers."""
-    stack = torch.randn(EXPERTS, HIDDEN * FFN * 3 + 64, device=DEVICE).to(dtype).flip(0)
-    fc2, fc1, _ = stack.split([HIDDEN * FFN, HIDDEN * FFN * 2, 64], dim=1)
-    # The views keep the storage of `stack`, so that the list is in reverse order of the memory.
-    return (
-        [row.view(2 * FFN, HIDDEN) for row in reversed(fc1.unbind())],
-        [row.view(HIDDEN, FFN) for row in reversed(fc2.unbind())],
-    )
+def in_one_memory(dtype: torch.dtype, kind: str) -> list[Tensor]:
+    """Matrices of experts: in a stack, from the last to the first with others between them as in megatron's buffers,
+    or apart."""
+    if kind == "apart":
+        return [torch.randn(OUTSIDE, INSIDE, device=DEVICE).to(dtype) for _ in range(EXPERTS)]
+    memory = torch.randn(EXPERTS, OUTSIDE * INSIDE + 64, device=DEVICE).to(dtype)
+    found = [row[64:].view(OUTSIDE, INSIDE) for row in memory]
+    return found if kind == "stack" else found[::-1]
+
+
+def leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().requires_grad_() for tensor in tensors]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_it_is_the_sum_of_each_tokens_experts(dtype: torch.dtype, has_bias: bool) -> None:
+@pytest.mark.parametrize("kind", ["stack", "reversed", "apart"])
+@pytest.mark.parametrize("sums", [False, True])
+def test_each_row_is_multiplied_by_its_expert(dtype: torch.dtype, kind: str, sums: bool) -> None:
+    """Also backward: by itself, and with gradients of weights that are added to fp32 sums."""
     torch.manual_seed(0)
-    fc1, fc2 = weights_of_experts(dtype)
-    sizes = (EXPERTS, 2 * FFN), (EXPERTS, HIDDEN)
-    biases = [tuple(reversed((torch.randn(size, device=DEVICE).to(dtype) * has_bias).unbind())) for size in sizes]
-    x, weights = torch.randn(TOKENS, HIDDEN, device=DEVICE).to(dtype), torch.rand(TOKENS, TOPK, device=DEVICE)
+    each = leaves(in_one_memory(dtype, kind))
+    x, shares = torch.randn(TOKENS, INSIDE, device=DEVICE).to(dtype), torch.rand(TOKENS, TOPK, device=DEVICE)
     ids = torch.rand(TOKENS, EXPERTS - 2, device=DEVICE).argsort(1)[:, :TOPK] + 1  # the first and the last have none
-    expected = torch.zeros(TOKENS, HIDDEN, device=DEVICE, dtype=torch.float64)
-    for token, (chosen, shares) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
-        for expert, share in zip(chosen, shares, strict=True):
-            inner = swiglu(x[[token]].double() @ fc1[expert].double().T + biases[0][expert].double())
-            expected[token] += share * ((inner @ fc2[expert].double().T)[0] + biases[1][expert].double())
-    for is_reversed in (True, False):
-        lists = (fc1, fc2, *biases) if has_bias else (fc1, fc2)
-        lists = lists if is_reversed else tuple(torch.stack(each).unbind() for each in lists)
-        experts = Experts.of(*lists)
-        if experts is None:
-            pytest.skip(f"this torch has no grouped product of {dtype} on {DEVICE.type}")
-        assert experts.is_reversed == is_reversed
-        assert experts.fc1.untyped_storage().data_ptr() == lists[0][0].untyped_storage().data_ptr()
-        assert_near(mixture(x, weights, ids, experts), expected, dtype, factor=3)
+    bias = leaves(torch.randn(EXPERTS, OUTSIDE, device=DEVICE).to(dtype).unbind())
+    before = torch.randn(EXPERTS, OUTSIDE, INSIDE, device=DEVICE)
+    before = before.flip(0) if kind == "reversed" else before
+    totals = before.clone().unbind()[:: -1 if kind == "reversed" else 1]
+    before = before.flip(0) if kind == "reversed" else before
+    for weight, total in zip(each, totals, strict=True) if sums else ():
+        weight.sums_in_fp32, weight.main_grad = True, total  # type: ignore[attr-defined]
+    weights = ExpertWeights(each)
+    assert (weights.is_reversed, weights.is_current) == (kind == "reversed", True)
+    order = Order(ids, EXPERTS, weights.is_reversed)
+    assert (weights.stack(order) is None) == (kind == "apart")
+    given = leaves([x, shares])
+
+    def output() -> Tensor:
+        rows = order.of_rows(given[1])
+        product = grouped_linear(weights, order, given[0], rows, operand=scaled(order))
+        return order.sum(Biases(bias).add(product, order, rows))
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, shares, *each, *bias)]
+    expected = torch.zeros(TOKENS, OUTSIDE, device=DEVICE, dtype=torch.float64)
+    for slot in range(TOPK):
+        matrices, of_row = torch.stack(exact[2 : 2 + EXPERTS])[ids[:, slot]], torch.stack(exact[2 + EXPERTS :])
+        product = torch.einsum("ti,toi->to", torch.sin(exact[0]), matrices) + of_row[ids[:, slot]]
+        expected = expected + product * exact[1][:, slot, None]
+    assert_near(output(), expected, dtype, factor=3)
+    with torch.no_grad():
+        assert_near(output(), expected, dtype, factor=3)
+    grad = torch.randn(TOKENS, OUTSIDE, device=DEVICE).to(dtype)
+    found = list(torch.autograd.grad(output(), [*given, *each, *bias], grad, allow_unused=True))
+    wanted = list(torch.autograd.grad(expected, exact, grad.double()))
+    if sums:
+        assert found[2 : 2 + EXPERTS] == [None] * EXPERTS and each[0].grad_added_to_main_grad  # type: ignore[attr-defined]
+        found[2 : 2 + EXPERTS] = [*(torch.stack(totals) - before)]
+    whole = [(found[:1], wanted[:1]), (found[1:2], wanted[1:2]), (found[2:10], wanted[2:10]), (found[10:], wanted[10:])]
+    for some, exactly in whole:
+        assert_near(torch.stack(some), torch.stack(exactly), dtype, factor=3)  # type: ignore[arg-type]
 
 
-def test_weights_apart_are_not_copied() -> None:
-    fc1, fc2 = weights_of_experts(torch.float32)
-    assert Experts.of([weight.clone() for weight in fc1], fc2) is None
-    assert Experts.of([fc1[1], fc1[0], *fc1[2:]], fc2) is None
+def scaled(order: Order):
+    def operand(x: Tensor, shares: Tensor) -> Tensor:
+        return (torch.sin(order.gather(x)) * shares.unsqueeze(1)).to(x.dtype)
+
+    return operand
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("m", "k"), [(1, 3), (130, 20)])
+def test_gradients_are_added_to_fp32_sums(device: torch.device, dtype: torch.dtype, m: int, k: int) -> None:
+    torch.manual_seed(0)
+    counts = [0, 70, 1, 0, 3]
+    ends = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+    grad, a = (torch.randn(sum(counts), width, device=device).to(dtype) for width in (m, k))
+    memory = torch.randn(len(counts), m * k + 5, device=device)
+    before, sums = memory.clone(), memory[:, 2:-3].unflatten(1, (m, k))
+    expected = sums.double()
+    for total, part, rows in zip(expected, grad.split(counts), a.split(counts), strict=True):
+        total += part.double().t() @ rows.double()
+    assert use_triton("expert_gradients", a)
+    add_expert_gradients(sums, grad, a, ends)
+    assert_near(sums, expected, torch.float32)
+    sums.zero_()
+    before[:, 2:-3] = 0
+    assert torch.equal(memory, before)
+
+
+def test_rows_of_frozen_weights_are_not_kept() -> None:
+    order = Order(torch.zeros(4, 1, dtype=torch.int64), 1)
+    x = torch.randn(4, 16, requires_grad=True)
+    for is_trained in (False, True):
+        weights = ExpertWeights([torch.randn(16, 16, requires_grad=is_trained)])
+        product = grouped_linear(weights, order, x * 1.0)
+        assert len(product.grad_fn.saved_tensors) == is_trained  # type: ignore[union-attr]
+        (grad,) = torch.autograd.grad(product, x, torch.ones_like(product))
+        assert_near(grad, torch.ones(4, 16).double() @ weights.each[0].double(), x.dtype)
+
+
+def test_weights_that_move_are_found_again() -> None:
+    parameters = [torch.nn.Parameter(torch.randn(16, 16)) for _ in range(3)]
+    values = [parameter.detach().clone() for parameter in parameters]
+    assert ExpertWeights(parameters).is_current
+    place_in_stack(parameters)
+    weights = ExpertWeights(parameters)
+    assert weights.is_reversed and all(torch.equal(*each) for each in zip(parameters, values, strict=True))
+    parameters[-1].data = parameters[-1].data.clone()
+    assert not weights.is_current and not ExpertWeights(parameters).is_reversed

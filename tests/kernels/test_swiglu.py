@@ -13,16 +13,19 @@ SHAPES = ((0, 8), (1, 2), (7, 10), (300, 16), (2, 3, 2 * 300), (3, 2 * 1030))
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_forward_and_backward(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    x = (3 * torch.randn(shape, device=device)).to(dtype).requires_grad_()
-    exact = x.detach().double().requires_grad_()
-    gate, up = exact.chunk(2, -1)
-    y, expected = swiglu(x), silu(gate) * up
+@pytest.mark.parametrize("weighted", [False, True])
+def test_forward_and_backward(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], weighted: bool) -> None:
+    given = [(3 * torch.randn(shape, device=device)).to(dtype).requires_grad_()]
+    given += [torch.rand(shape[:-1], device=device).requires_grad_()] if weighted else []
+    exact = [each.detach().double().requires_grad_() for each in given]
+    gate, up = exact[0].chunk(2, -1)
+    y, expected = swiglu(*given), silu(gate) * up * (exact[1].unsqueeze(-1) if weighted else 1.0)
     assert y.dtype == dtype
     assert_near(y, expected, dtype)
     grad = torch.randn(y.shape, device=device).to(dtype)
-    found, wanted = torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(expected, exact, grad.double())[0]
-    assert_near(found, wanted, dtype)
+    found, wanted = torch.autograd.grad(y, given, grad), torch.autograd.grad(expected, exact, grad.double())
+    for one, other in zip(found, wanted, strict=True):
+        assert_near(one, other, dtype)
 
 
 def test_rows_that_lie_apart(device: torch.device) -> None:

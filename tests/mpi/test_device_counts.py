@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import finish
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import check
-from hpcrl.config.schema import Config, OptimConfig
+from hpcrl.config.schema import Config, OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.kernels.grouped_experts import Experts, mixture
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.groups import RoleGroups
 from hpcrl.workers.actor_objective import ActorObjective
-from tests.mpi.layouts import SGD, SHAPE
+from tests.mpi.layouts import GPT_OSS, MIXTURE, ROUTER_LOSSES, SGD, SHAPE
 from tests.strict_device.load import Counts, in_place_of_cuda, load_on_all_ranks
 
 pytestmark = pytest.mark.ci_world(2)
@@ -55,12 +56,20 @@ def objective() -> ActorObjective:
 
 @pytest.fixture
 def counted(
-    groups: dict[str, RoleGroups], device: torch.device, objective: ActorObjective
+    groups: dict[str, RoleGroups],
+    device: torch.device,
+    objective: ActorObjective,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[Counts, Counts]]:
-    def counted(work: Work, optim: OptimConfig = SGD) -> tuple[Counts, Counts]:
+    # Megatron keeps this number where the first model of a process has been.
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+
+    def counted(
+        work: Work, optim: OptimConfig = SGD, shape: ModelShape = SHAPE, layout: str = "alone", **engine_options: Any
+    ) -> tuple[Counts, Counts]:
         """Of an update, its metrics included, and of log-probs and entropies."""
-        shape = replace(SHAPE, num_layers=work.layers)
-        engine = TrainEngine(shape, groups["alone"], optim=optim)
+        shape = replace(shape, num_layers=work.layers)
+        engine = TrainEngine(shape, groups[layout], optim=optim, **engine_options)
         batch = samples(work.samples)
         options: dict[str, Any] = {"max_tokens": LENGTH * work.samples // work.micro_batches, "temperature": 0.7}
         norm = LossNorm(float(work.samples * (LENGTH - PROMPT)), float(work.samples))
@@ -112,17 +121,33 @@ def test_transfers_and_waits_do_not_depend_on_samples_and_layers(counted):
     assert per_layer[0] <= 170 and per_layer[1] <= 60
 
 
-def test_a_mixture_of_experts_in_rollout_waits_in_torchs_product_only(device):
-    """Where torch has no kernel for grouped products, as here, it reads the 8 ends of the groups, once per product."""
-    fc1, fc2 = torch.zeros(8, 64, 16, device=device), torch.zeros(8, 16, 32, device=device)
-    experts = Experts.of(fc1.unbind(), fc2.unbind())
-    x, weights, ids = torch.ones(5, 16), torch.ones(5, 2), torch.arange(10).view(5, 2) % 8
-    on_device = [each.to(device) for each in (x, weights, ids)]
-    assert experts is not None
-    begin = Counts.now()
-    assert mixture(*on_device, experts).shape == x.shape
-    found = Counts.now().since(begin)
-    assert found.to_device == 0 and found.synchronisations == found.to_host == 2 and found.bytes_to_host == 2 * 8 * 4
+EXPERTS = replace(MIXTURE, dense_layers=())
+LORA = Lora(rank=8, alpha=16.0, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
+RECOMPUTE = RecomputeConfig(granularity="selective", modules=["moe"])
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [(EXPERTS, ROUTER_LOSSES), (EXPERTS, {"recompute": RECOMPUTE}), (GPT_OSS, {}), (EXPERTS, {"lora": LORA})],
+    ids=["losses", "recompute", "biases", "lora"],
+)
+def test_experts_wait_in_no_layer(counted, shape, options):
+    for layers in (2, 4):
+        update, log_probs = counted(Work(2, 1, layers), shape=shape, **options)
+        assert update.to_device == 2 and update.to_host == update.synchronisations == 3  # one for the routers' metrics
+        assert log_probs.to_device == 1 and log_probs.to_host == log_probs.synchronisations == 2
+
+
+def test_launches_of_a_micro_batch_do_not_depend_on_the_number_of_experts(counted):
+    few, many = (
+        [counted(Work(2 * micros, micros), shape=replace(EXPERTS, num_experts=experts)) for micros in (1, 2)]
+        for experts in (8, 16)
+    )
+    of_micro_batch = [
+        [two.launches - one.launches for one, two in zip(*each, strict=True)]  # those of the optimizer drop out
+        for each in (few, many)
+    ]
+    assert of_micro_batch[0] == of_micro_batch[1]
 
 
 def test_adam_waits_as_often_as_sgd(counted):

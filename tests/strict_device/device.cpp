@@ -325,6 +325,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Tensor", set_tensor);
+  // Which torch has for some chips only; elsewhere it is made of others and waits.
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 }  // namespace

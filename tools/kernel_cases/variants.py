@@ -14,6 +14,7 @@ import torch
 from hpcrl.kernels import (
     checksum_triton,
     decode_attention_triton,
+    grouped_experts_triton,
     layers_triton,
     linear_log_prob_triton,
     pack_triton,
@@ -151,14 +152,27 @@ def _swiglu_variants() -> list[KernelVariant]:
         tile = layers_triton.SwiGLUTile.of(width)
         sizes = {"WIDTH": width, "ROWS": tile.rows, "BLOCK": tile.block}
         integers = {"rows": "i32", "stride": "i32"}
+        sizes["WEIGHTED"] = width == 768
         for kernel, names in (
             (layers_triton.swiglu_forward, ("x", "y")),
             (layers_triton.swiglu_backward, ("x", "dy", "dx")),
         ):
             name = "forward" if kernel is layers_triton.swiglu_forward else "backward"
-            pointers = dict.fromkeys(names, "*bf16")
+            pointers = dict.fromkeys(names, "*bf16") | {"weights": "*fp32"}
+            pointers |= {"dw": "*fp32"} if name == "backward" else {}
             found.append(KernelVariant(f"swiglu {name} {width}", kernel, pointers | integers, sizes))
     return found
+
+
+def _expert_gradients_variants() -> list[KernelVariant]:
+    """Both matrices of a narrow expert."""
+    pointers = {"grad": "*bf16", "a": "*bf16", "ends": "*i32", "sums": "*fp32"}
+    tiles = {"TILE": grouped_experts_triton.TILE, "ROWS": grouped_experts_triton.ROWS}
+    kernel = grouped_experts_triton.expert_gradients
+    return [
+        KernelVariant(f"expert_gradients {m} x {k}", kernel, pointers | {"stride": "i64"}, {"M": m, "K": k} | tiles, 8)
+        for m, k in ((1536, 1024), (1024, 768))
+    ]
 
 
 def _rope_variants() -> list[KernelVariant]:
@@ -287,6 +301,7 @@ def kernel_variants() -> list[KernelVariant]:
         *_decode_attention_variants(),
         *_rms_norm_variants(),
         *_swiglu_variants(),
+        *_expert_gradients_variants(),
         *_rope_variants(),
         *_store_heads_variants(),
         *_checksum_variants(),

@@ -205,7 +205,8 @@ class PassModel:
     def batch(self, micro: Micro) -> MicroBatch:
         """Return a micro-batch as blocks see it."""
         tokens: Any = micro.tokens  # a mean
-        fixed = self.units.itemsize, self.sequence_parallel, self.lora
+        on_gpu = self.units.is_ahead or self.units.replays
+        fixed = self.units.itemsize, self.sequence_parallel, self.lora, on_gpu
         return MicroBatch(self.layout, tokens, *fixed, load_imbalance=self.load_imbalance)
 
     def _of_stages(self, micro: Micro, *, trains: bool) -> list[Cost]:

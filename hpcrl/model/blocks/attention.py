@@ -96,6 +96,10 @@ class HeadsBlock(Block):
         query, key = self._widths(layout.tp)
         norm = 4 * tokens * query * FP32 if heads.has_norm and not batch.norm_keeps_input else 0
         inside = tokens * (3 * query + 2 * key)
+        if not batch.on_gpu and layout.cp == 1 and heads.value_dim == heads.key_dim:
+            # The rotation in steps, and copies of padded sequences.
+            more = 3 * query if heads.has_sinks else query // 2 if heads.has_norm else 0
+            inside += tokens * (2 * query + key + more)
         if heads.value_dim < heads.key_dim:
             inside += tokens * heads.queries // layout.tp * heads.value_dim  # the packed output
         if layout.cp > 1:

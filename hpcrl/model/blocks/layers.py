@@ -162,8 +162,11 @@ def embedding_factor(scale: float, like: Tensor) -> Tensor:
     return torch.full((), scale, dtype=like.dtype, device=like.device)
 
 
-def activate(x: Tensor, activation: ActivationName, is_gated: bool, *numbers: Any) -> Tensor:
-    """Return f(gate) * up of `x` (..., 2 m) = [gate, up], or without a gate f of `x` (..., m): (..., m).
+def activate(
+    x: Tensor, activation: ActivationName, is_gated: bool, *numbers: Any, weights: Tensor | None = None
+) -> Tensor:
+    """Return f(gate) * up of `x` (..., 2 m) = [gate, up], or without a gate f of `x` (..., m): (..., m), times
+    `weights` (...) fp32.
 
     gelu_tanh: GELU by its approximation with tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2). relu2: the
     square of ReLU (So et al. 2021, arXiv:2109.08668, section 4). xielu: see `_XIELU`; its `numbers` are alpha_p and
@@ -171,7 +174,9 @@ def activate(x: Tensor, activation: ActivationName, is_gated: bool, *numbers: An
     -limit and limit (Agarwal et al. 2025, arXiv:2508.10925, section 2.2); its `numbers` are alpha and limit.
     """
     if activation == "silu" and is_gated:
-        return swiglu(x)
+        return swiglu(x, weights)
+    if weights is not None:
+        return (activate(x, activation, is_gated, *numbers) * weights.unsqueeze(-1)).to(x.dtype)
     if activation == "clamped_swiglu":
         (alpha, limit), (gate, linear) = numbers, x.chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
@@ -289,18 +294,11 @@ class BiasedRowParallel(RowParallelLinear):
 
 
 class BiasedExpertOutput(BiasedRowParallel):
-    """Linear layer of an expert. Megatron's dispatcher sums the outputs of the ranks that divide it, after the bias is
-    added: only the first rank's counts, and all ranks have its gradient."""
+    """Linear layer of an expert. All ranks that divide it have the gradient of its bias."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.bias.sequence_parallel = False
-        # Even a sum over one rank would return a view, to which megatron cannot add the bias in place.
-        self.explicit_expert_comm = True
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
-        output, bias = super().forward(input_)
-        return output, bias if self.tp_group.rank() == 0 else bias - bias.detach()
 
 
 def use_exact_linear(model: torch.nn.Module) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from hpcrl.model.blocks.block import Block, Feature, Weight, low_rank_bytes, matrices
-from hpcrl.model.blocks.feed_forward import Activation, activation_width, down_peak, mlp_weights
+from hpcrl.model.blocks.block import Block, Feature, Weight, matrices
+from hpcrl.model.blocks.feed_forward import Activation, activation_width, mlp_weights
 from hpcrl.model.blocks.micro_batch import FP32, INT64, Collective, Computation, Held, Launches, MicroBatch, Products
 from hpcrl.runtime.exits import InputError
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hpcrl.model.blocks.attention_modules import Linear
-    from hpcrl.model.blocks.router import MixtureStep
+    from hpcrl.model.blocks.mixture_modules import MixtureStep
     from hpcrl.model.tensor_parallel import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
-MIXTURE = Launches(67, 133, 17, 9)
-EXPERT = Launches(9.75, 30, 8, 0)
+MIXTURE = Launches(38, 98, 38, 20)
+EXPERT = Launches(4, 22, 4, 0)  # on a CPU, with those of the optimizer
 
 
 class RoutedExperts(NamedTuple):
@@ -88,6 +88,12 @@ class MixtureOfExperts(Block):
         return "clamped_swiglu", (self.swiglu_alpha, self.swiglu_limit)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the weights are the softmax of the chosen logits, and the choice is by logits."""
+        is_softmax = self.score_function == "softmax" and self.norm_topk_prob
+        return is_softmax and not self.has_score_bias and self.num_groups == 1
+
+    @property
     def count_of_experts(self) -> int:
         return self.num_experts
 
@@ -143,14 +149,14 @@ class MixtureOfExperts(Block):
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
         from hpcrl.model.blocks.layers import use_activation
-        from hpcrl.model.blocks.router import use_router
+        from hpcrl.model.blocks.mixture_modules import use_mixture_of_experts
 
-        use_router(spec, self, groups)
+        use_mixture_of_experts(spec, self, groups)
         name, constants = self.activation
         use_activation(spec, name, self.is_gated, groups.pgc.tp, constants)
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> MixtureStep:
-        from hpcrl.model.blocks.router import MixtureStep
+        from hpcrl.model.blocks.mixture_modules import MixtureStep
 
         return MixtureStep(self, weight, linear, tp)
 
@@ -162,30 +168,67 @@ class MixtureOfExperts(Block):
         return batch.local * self.topk * batch.layout.etp
 
     def held(self, batch: MicroBatch) -> Held:
+        """Return what is held. Of the experts that is the output of their first product; the rest is computed again."""
         layout, itemsize, copies = batch.layout, batch.itemsize, self._copies(batch)
-        # Routing: probabilities and which experts; ids, weights and order of those that were chosen.
-        routing = batch.local * (self.num_experts * (FP32 + 1) + self.topk * (2 * INT64 + FP32))
+        width, hidden = self.ffn_hidden_size // layout.etp, self.hidden_size * itemsize
+        # Ids and weights of the chosen experts; token, expert, place and weight of each row.
+        routing = batch.local * self.topk * (4 * INT64 + 2 * FP32)
+        if layout.ep * layout.etp > 1:  # of the received rows, too
+            routing += copies * (4 * INT64 + 3 * FP32)
+        inner = (2 if self.is_gated else 1) * copies * width * itemsize
+        kept = routing + inner + self._scores(batch)
+        if layout.ep * layout.etp > 1:
+            kept += copies * hidden
+        if self.has_bias:  # which expert a row has: a bool, twice a number, and that times the row's weight
+            kept += copies * self.num_experts // layout.ep * (1 + 3 * itemsize)
+        shared = activation_width(self.shared_ffn_hidden_size, "silu", self.is_gated)
+        kept += batch.tokens * shared // layout.tp * itemsize
+
+        is_clamped, rows = self.activation[0] == "clamped_swiglu", copies * hidden
+        # The activation, times the weights in fp32; or the input of the second product and its output.
+        inside = copies * width * max(itemsize + FP32, 4 * itemsize if is_clamped else 0)
+        peak = routing + inner + max(inside, rows + copies * width * itemsize)
+        if self._has_adapters(batch, "gate_proj", "up_proj"):  # beside the rows, the sum of the product and its updates
+            peak = routing + rows + 3 * inner
+        if self.shared_ffn_hidden_size:
+            peak += batch.local * hidden
+        if layout.ep * layout.etp > 1:
+            # What was received, and what the ranks that divide experts have gathered of it.
+            peak += rows + (rows // layout.etp if layout.etp > 1 else 0)
+        # Gradients of rows, and of each step of the activation, which is computed again.
+        steps = (6 if self.is_gated else 7) * FP32 if itemsize == FP32 else 6 * FP32 - itemsize
+        backward = rows + copies * width * (steps + (3 * itemsize if is_clamped else 0))
+        if self._has_adapters(batch, *self._projections):  # then they are kept
+            backward = 2 * copies * width * itemsize
+        return Held(kept, peak, backward=backward)
+
+    @property
+    def _projections(self) -> set[str]:
+        return {projection.name for weight in self.expert_weights() for projection in weight.projections}
+
+    def _scores(self, batch: MicroBatch) -> int:
+        """Return what the router keeps of all experts."""
+        of_experts = 0 if self.is_plain else self.num_experts
         if batch.moe is not None:
             # Probabilities and each one's weight; the logits.
-            planes = 2 * bool(batch.moe.aux_loss_coeff) + bool(batch.moe.z_loss_coeff)
-            routing += batch.local * self.num_experts * planes * FP32
-        # An expert has its input, and the weighted product is one more.
-        inside, shared = (
-            activation_width(width, self.activation[0], self.is_gated)
-            for width in (self.ffn_hidden_size, self.shared_ffn_hidden_size)
-        )
-        inside += self.ffn_hidden_size
-        expert = self.hidden_size + inside // layout.etp
-        kept = routing + copies * (expert * itemsize + FP32) + batch.tokens * shared // layout.tp * itemsize
-        width = self.ffn_hidden_size // layout.etp
-        # Without a gate the input of the activation is not kept.
-        peak = kept + (0 if self.is_gated else copies * width * itemsize)
-        return Held(kept, peak, backward=down_peak(batch, copies, self.hidden_size, width))
+            of_experts += self.num_experts * (2 * bool(batch.moe.aux_loss_coeff) + bool(batch.moe.z_loss_coeff))
+        chosen = 0 if self.is_plain or not self.norm_topk_prob else self.topk + 1  # and their sum
+        return batch.local * (of_experts + chosen) * FP32
+
+    def _has_adapters(self, batch: MicroBatch, *names: str) -> bool:
+        return batch.lora is not None and not {*names}.isdisjoint(batch.lora.targets)
 
     def kept_by_adapters(self, batch: MicroBatch) -> int:
-        rows = self._copies(batch)
-        experts = low_rank_bytes(self.expert_weights(), batch, batch.layout.etp, rows, rows)
-        return super().kept_by_adapters(batch) + experts
+        """Experts with adapters keep the input of each product that has some, and the steps of their activation."""
+        total, lora, layout = super().kept_by_adapters(batch), batch.lora, batch.layout
+        if lora is None or not self._has_adapters(batch, *self._projections):
+            return total
+        steps = 5 if self.activation[0] == "clamped_swiglu" else 2
+        has_received = layout.ep * layout.etp > 1
+        width = (self._has_adapters(batch, "gate_proj", "up_proj") - has_received) * self.hidden_size
+        width += (steps + self._has_adapters(batch, "down_proj")) * self.ffn_hidden_size // layout.etp
+        width += len(self._projections & {*lora.targets}) * lora.rank
+        return total + self._copies(batch) * width * batch.itemsize
 
     def computation(self, batch: MicroBatch) -> Computation:
         """Return the computation of the router and the shared experts, and the grouped products of the experts that
@@ -197,12 +240,13 @@ class MixtureOfExperts(Block):
         moved = 4.0 * (rows / layout.etp * self.hidden_size * batch.itemsize)  # sorted by expert, and back
         experts = matrices(self.parts(layout), are_experts=True)
         exchanges = self._exchanges(batch) if layout.tp == 1 or batch.shares_tokens else ()
+        with_tokens = 0 if batch.on_gpu else min(each, batch.tokens * self.topk)
         return found._replace(
             products=(*found.products, Products(rows, experts, used, self._uneven(batch, rows), moved)),
             elementwise=3 * ((self.inner_width + self.shared_ffn_hidden_size) / layout.tp),
             reductions=0 if batch.shares_tokens and not self.shared_ffn_hidden_size else 1,
             exchanges=tuple(exchanges),
-            launches=((MIXTURE, 1), (EXPERT, min(each, batch.tokens * self.topk))),  # of experts that have tokens
+            launches=((MIXTURE, 1), (EXPERT, with_tokens)),
         )
 
     def _uneven(self, batch: MicroBatch, rows: float) -> float:

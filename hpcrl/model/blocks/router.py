@@ -1,59 +1,52 @@
-"""Routing of tokens to experts: routers, load-balancing losses, replayed choices, and the MoE layer."""
+"""Routing of tokens to experts: routers, load-balancing losses, replayed choices."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-
-from hpcrl.kernels.grouped_experts import Experts, mixture
-from hpcrl.model.blocks.layers import BiasedColumnParallel, BiasedExpertOutput, FeedForwardStep, activate
-from hpcrl.model.gpt import PackedTokens
-from hpcrl.runtime.megatron_versions import mlp_submodules, use_mixture
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.spec_utils import ModuleSpec
     from torch.distributed import ProcessGroup
 
     from hpcrl.config.schema import MoeConfig
-    from hpcrl.model.blocks.attention_modules import Linear
-    from hpcrl.model.blocks.feed_forward import Activation
     from hpcrl.model.blocks.mixture import MixtureOfExperts, RoutedExperts
-    from hpcrl.model.tensor_parallel import TensorParallel
-    from hpcrl.runtime.groups import RoleGroups
 
 
 NOT_RECORDED = -1  # in place of an expert's number: no choice was recorded, the router chooses
 
 
-def route(logits: Tensor, block: MixtureOfExperts, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, block: MixtureOfExperts, bias: Tensor | None = None, replayed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return weights fp32 (n, topk) and ids int64 (n, topk) of the experts chosen by router `logits` (n, experts).
 
     Scores are the softmax over the experts or each one's sigmoid; the choice is by score plus `bias` (experts,), the
     weights by score only (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The weights are the scores, divided by their
     sum if the model normalises them (Jiang et al. 2024, arXiv:2401.04088, section 2.1, takes the softmax of the chosen
-    logits, which is the same), times the model's factor.
+    logits, which is the same), times the model's factor. replayed: int16 (n, topk), the experts to use, or
+    `NOT_RECORDED`.
     """
-    scores = logits.float()
-    scores = scores.softmax(-1) if block.score_function == "softmax" else scores.sigmoid()
-    ids = choose(scores if bias is None else scores + bias, block)
-    weights = scores.gather(-1, ids)
+    scores, is_plain = logits.float(), bias is None and block.num_groups == 1
+    is_softmax = block.score_function == "softmax"
+    of_chosen = is_plain and is_softmax and block.norm_topk_prob  # then the softmax is that of the chosen logits
+    if not of_chosen:
+        scores = scores.softmax(-1) if is_softmax else scores.sigmoid()
+    if is_plain and replayed is None:
+        weights, ids = scores.topk(block.topk, dim=-1)  # unlike gather it does not keep all scores
+    else:
+        ids = choose(scores if bias is None else scores + bias, block)
+        if replayed is not None:
+            ids = torch.where(replayed < 0, ids, replayed.to(ids.dtype))
+        weights = scores.gather(-1, ids)
     if block.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.softmax(-1) if of_chosen else weights / weights.sum(-1, keepdim=True)
     return weights * block.routed_scale, ids
 
 
@@ -67,85 +60,6 @@ def choose(scores: Tensor, block: MixtureOfExperts) -> Tensor:
         chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(-1, best, True)
         scores = groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
     return scores.topk(block.topk, dim=-1).indices
-
-
-def by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
-    """Return the places of flat `ids` (n, topk) sorted by expert, int64 (n * topk,), and the count of each expert."""
-    flat = ids.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts).tolist()
-
-
-def _activated(name: Activation, is_gated: bool, constants: tuple[float, ...], x: Tensor) -> Tensor:
-    return activate(x, name, is_gated, *constants)
-
-
-class MixtureStep:
-    """A mixture of experts in rollout."""
-
-    def __init__(
-        self, block: MixtureOfExperts, weight: Callable[[str], Tensor], linear: Linear, tp: TensorParallel
-    ) -> None:
-        self._block, self._linear, self.num_chosen = block, linear, block.topk
-        self._router = weight("mlp.router.weight")
-        self._router_bias = weight("mlp.router.bias") if block.has_bias else None
-        self._bias = weight("mlp.router.expert_bias") if block.has_score_bias else None
-        self._shared = None
-        self._shared_gate = weight("mlp.shared_experts.gate_weight") if block.has_shared_gate else None
-        name, constants = block.activation
-        activation = partial(_activated, name, block.is_gated, constants)
-        if block.shared_ffn_hidden_size:
-            fc1, fc2 = (weight(f"mlp.shared_experts.linear_{fc}.weight") for fc in ("fc1", "fc2"))
-            self._shared = FeedForwardStep(fc1, fc2, linear, activation)
-
-        def of_experts(name: str) -> list[Tensor]:
-            return [weight(f"mlp.experts.local_experts.{number}.linear_{name}") for number in range(block.num_experts)]
-
-        fc1s, fc2s = of_experts("fc1.weight"), of_experts("fc2.weight")
-        # The ranks' parts of the output are summed.
-        biases = (
-            of_experts("fc1.bias") if block.has_bias else [],
-            of_experts("fc2.bias") if block.has_bias and tp.rank == 0 else [],
-        )
-        self._experts = [
-            FeedForwardStep(fc1, fc2, linear, activation, *of_expert)
-            for fc1, fc2, *of_expert in zip_longest(fc1s, fc2s, *biases)
-        ]
-        self._activation = activation
-        # A CPU does not wait for counts, and its grouped product also takes time for experts without tokens.
-        self._grouped = None if self._router.device.type == "cpu" else Experts.of(fc1s, fc2s, *biases)
-
-    def __call__(self, x: Tensor, chosen: list[Tensor] | None = None) -> Tensor:
-        """Map x (n, hidden) to this rank's part of the weighted sum of each token's experts (n, hidden). Appends the
-        experts, int64 (n, topk), to `chosen`."""
-        weights, ids = self.route(x, chosen)
-        if self._grouped is not None:
-            mixed = mixture(x, weights, ids, self._grouped, self._activation)
-        else:
-            mixed = self._mixed(x, weights, ids)
-        if self._shared is not None:
-            shared = self._shared(x)
-            if self._shared_gate is not None:
-                shared = shared * self._linear(x, self._shared_gate).sigmoid()
-            mixed += shared
-        return mixed
-
-    def route(self, x: Tensor, chosen: list[Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Return weights and ids of each token's experts."""
-        logits = self._linear(x.float(), self._router.float())
-        if self._router_bias is not None:
-            logits = logits + self._router_bias.float()
-        weights, ids = route(logits, self._block, self._bias)
-        if chosen is not None:
-            chosen.append(ids)
-        return weights, ids
-
-    def _mixed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        places, counts = by_expert(ids, self._block.num_experts)
-        parts = x[places // self._block.topk].split(counts)
-        outputs = [expert(part) for expert, part in zip(self._experts, parts, strict=True) if len(part)]
-        weighted = x.new_empty(len(places), x.size(1))
-        weighted[places] = torch.cat(outputs)
-        return (weighted.unflatten(0, weights.shape) * weights.unsqueeze(-1).to(x.dtype)).sum(1)
 
 
 @dataclass
@@ -186,7 +100,8 @@ class RouterLosses:
         """Return means over layers of the losses without their coefficients, where these are not 0, and the load
         imbalance: the largest expert's load over the mean, by layer. Collective over the role's ranks, `group`."""
         totals = torch.cat([self.aux.view(1), self.z.view(1), self.load.flatten()])
-        dist.all_reduce(totals, group=group)
+        if group.size() > 1:
+            dist.all_reduce(totals, group=group)
         totals = totals.cpu()
         aux, z = totals[:2].tolist()
         load = totals[2:].view(self.load.shape)
@@ -224,29 +139,19 @@ class Router(TopKRouter):
         """Keep the parameters' dtype, so that training and rollout choose alike."""
 
     def forward(self, input: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Map this rank's tokens (n, 1, hidden) to weights (n, experts), 0 for experts that are not chosen, and a bool
-        mask of the chosen ones (n, experts)."""
+        """Map this rank's tokens (n, 1, hidden) to weights fp32 and ids int64 of their experts, (n, topk) each."""
         logits = self.gating(input).flatten(0, 1)
         layer = routing.layers.index(self.layer_number - 1)
         replayed = None if routing.replayed is None else self._local_rows(routing.replayed[:, layer], len(logits))
-        choice = _ExpertChoice(self._block, replayed)
-        weights, chosen = topk_routing_with_score_function(
-            logits,
-            self.topk,
-            use_pre_softmax=self.config.moe_router_pre_softmax,
-            scaling_factor=self.config.moe_router_topk_scaling_factor,
-            score_function=self.score_function,
-            expert_bias=self.expert_bias,
-            router_replay=choice,
-        )
+        weights, ids = route(logits, self._block, self.expert_bias, replayed)
         if routing.recorded is not None:
-            routing.recorded[layer] = choice.ids.to(torch.int16)
+            routing.recorded[layer] = ids.to(torch.int16)
         # With recomputation the first pass has no gradient, so each token is counted once.
         if routing.losses is not None and torch.is_grad_enabled():
-            weights = _AddLoss.apply(weights, self._losses(logits, chosen, layer, routing, routing.losses))
-        return weights, chosen
+            weights = _AddLoss.apply(weights, self._losses(logits, ids, layer, routing, routing.losses))
+        return weights, ids
 
-    def _losses(self, logits: Tensor, chosen: Tensor, layer: int, routing: Routing, losses: RouterLosses) -> Tensor:
+    def _losses(self, logits: Tensor, ids: Tensor, layer: int, routing: Routing, losses: RouterLosses) -> Tensor:
         """Return this rank's part of the layer's weighted losses, a scalar in fp32.
 
         Aux loss of a sequence of T tokens, K of E experts each: sum over experts of f_i P_i with f_i = E / (K T) times
@@ -256,7 +161,8 @@ class Router(TopKRouter):
         over tokens of the squared log-sum-exp of the logits (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
         """
         sequences, lengths = self._local_rows(routing.sequences, len(logits)), routing.lengths
-        load = logits.new_zeros(len(lengths) + 1, self.num_experts).index_add_(0, sequences, chosen.to(logits.dtype))
+        chosen = torch.zeros_like(logits).scatter_(1, ids, 1.0)
+        load = logits.new_zeros(len(lengths) + 1, self.num_experts).index_add_(0, sequences, chosen)
         load = load[:-1]  # drop padding
         losses.load[layer] += load.sum(0)
         total = logits.new_zeros(())
@@ -288,26 +194,6 @@ class Router(TopKRouter):
         return of_tokens[self.tp_group.rank() * count :][:count]
 
 
-class _ExpertChoice:
-    """Replacement of megatron's `RouterReplay`: chooses the experts of n tokens. Megatron's own choice always scores a
-    group by its best topk / groups experts. replayed: int16 (n, topk)."""
-
-    def __init__(self, block: MixtureOfExperts, replayed: Tensor | None) -> None:
-        self._block = block
-        self._replayed = replayed
-        self.ids: Tensor  # int64 (n, topk)
-
-    def get_replay_topk(self, scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """Return scores and ids of the experts, (n, topk) each, from `scores` (n, experts)."""
-        if self._replayed is None and self._block.num_groups == 1:
-            best, self.ids = scores.topk(self._block.topk)  # unlike gather it does not keep all scores
-            return best, self.ids
-        self.ids = choose(scores, self._block)
-        if self._replayed is not None:
-            self.ids = torch.where(self._replayed < 0, self.ids, self._replayed.to(self.ids.dtype))
-        return scores.gather(1, self.ids), self.ids
-
-
 class _AddLoss(torch.autograd.Function):
     """Identity of `output`; in the backward pass `loss` is added to what is minimised."""
 
@@ -319,45 +205,3 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad.new_ones((), dtype=ctx.loss_dtype)
-
-
-# Megatron warns about each layer whose MoE class is not its own.
-logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
-
-
-def use_router(spec: ModuleSpec, block: MixtureOfExperts, groups: RoleGroups) -> None:
-    """Set the mixture of experts and its router in a layer, in place."""
-    spec.module = MixtureLayer
-    use_mixture(spec, Mixture, partial(Router, block=block), groups.pgc)
-    if block.has_bias:
-        experts, *_ = mlp_submodules(spec)
-        experts.linear_fc1, experts.linear_fc2 = BiasedColumnParallel, BiasedExpertOutput
-
-
-class MixtureLayer(TransformerLayer):
-    def forward(self, *args: Any, packed_seq_params: PackedTokens, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        # The padding mask is the only argument that reaches the MoE layer, and carries the routing here.
-        kwargs["padding_mask"] = packed_seq_params.routing
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-
-
-class Mixture(MoELayer):
-    """MoE layer whose `Routing` is an argument, so that it is that of the right micro-batch when a layer is recomputed
-    after the forward pass of others."""
-
-    def forward(
-        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Routing | None = None
-    ) -> tuple[Tensor, None]:
-        """(n, 1, hidden) of this rank's tokens -> the same shape, and no bias."""
-
-        def compute(hidden_states: Tensor) -> Tensor:
-            shared = self.shared_experts_compute(hidden_states)
-            weights, chosen = self.router(hidden_states, padding_mask)
-            hidden_states, weights = self.preprocess(hidden_states, weights, chosen)
-            dispatched, weights = self.dispatch(hidden_states, weights)
-            output, _ = self.routed_experts_compute(dispatched, weights)
-            return self.postprocess(self.combine(output), shared)
-
-        if self.moe_layer_recompute:
-            return checkpoint(compute, False, hidden_states), None
-        return compute(hidden_states), None

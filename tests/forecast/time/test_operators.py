@@ -39,7 +39,7 @@ def counted(call: Callable[[], object]) -> int:
 
 def expected(operators: Operators, model: RoleModel) -> float:
     """Of one micro-batch."""
-    layout, batch = model.layout, MicroBatch(model.layout, SAMPLES * LENGTH, model.itemsize)
+    layout, batch = model.layout, MicroBatch(model.layout, SAMPLES * LENGTH, model.itemsize, on_gpu=False)
     layers = ([block.computation(batch) for block in layer.blocks] for layer in model.shape.layers)
     of_layers = sum(operators.of_layer(layer, layout) for layer in layers)
     return operators.of_batch(layout) + operators.of_head(model.head) + of_layers
