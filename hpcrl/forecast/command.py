@@ -135,7 +135,8 @@ def _states(job: TrainingPlan, cells: Callable[[Sequence[int]], str]) -> Iterato
             groups.setdefault(job.states[role, stage], []).append(stage)
         for state, stages in groups.items():
             ranks = sorted(rank for rank in model.layout.ranks if model.layout.coord(rank).pp in stages)
-            yield f"  {role:<14}{format_spans(stages):<8}{_ranks(ranks):<12}{cells(state)}"
+            numbers = state.parameters + state.copies, state.gradients, state.optimizer
+            yield f"  {role:<14}{format_spans(stages):<8}{_ranks(ranks):<12}{cells(numbers)}"
 
 
 def _phases(job: TrainingPlan, rows: Sequence[Row], cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
