@@ -38,9 +38,11 @@ def install_transformer_engine(folder: Path, code: str) -> None:
     (folder / "transformer_engine-2.20.2.dist-info" / "METADATA").write_text(metadata)
 
 
-ADAM = """
-from hpcrl.runtime import platform
-platform.import_megatron()
+WITHOUT_A_GPU = """
+from hpcrl.machine import check
+findings = check.torch(), check.megatron_core(), check.transformer_engine()
+assert [finding.wrong for finding in findings] == [None] * 3, findings
+assert findings[2].found == "2.20.2 (used on GPUs, for fp8)"
 import torch
 from megatron.core.optimizer import Adam, distrib_optimizer
 assert Adam is torch.optim.AdamW and not distrib_optimizer.USING_TE_OPTIMIZER
@@ -51,10 +53,7 @@ assert Adam is torch.optim.AdamW and not distrib_optimizer.USING_TE_OPTIMIZER
 def test_transformer_engine_is_not_imported_without_a_gpu(run: Callable, tmp_path: Path) -> None:
     """Its module imports what import_megatron keeps out, and its optimizers need CUDA."""
     install_transformer_engine(tmp_path, "import torch.distributed.tensor, torch.distributed._tensor\n")
-    ended = run(sys.executable, "-m", "hpcrl", "check")  # `python -m` looks into the working folder first
-    assert ended.code == 0, ended.stdout + ended.stderr
-    assert "2.20.2 (used on GPUs, for fp8)" in ended.stdout
-    ended = run(sys.executable, "-c", ADAM)
+    ended = run(sys.executable, "-c", WITHOUT_A_GPU)  # Python looks into the working folder first
     assert ended.code == 0, ended.stdout + ended.stderr
 
 
