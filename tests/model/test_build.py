@@ -16,6 +16,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.moe import moe_utils
 
 from hpcrl.config.schema import TransformerEngineConfig
+from hpcrl.forecast.memory.meta import fake_rank
+from hpcrl.model import build, params
+from hpcrl.model.blocks.layers import RMSNorm
 from hpcrl.model.build import _replaced, use_transformer_engine, uses_transformer_engine
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
@@ -108,3 +111,27 @@ def test_routers_do_not_multiply_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_utils, "te_general_gemm", object(), raising=False)
     megatron_versions.install()
     assert moe_utils.te_general_gemm is None
+
+
+def test_a_model_with_8_bit_products_is_built_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of stand-ins, which compute as megatron's layers do: the names and the weights are the same."""
+
+    class Column(ColumnParallelLinear): ...
+
+    class Row(RowParallelLinear): ...
+
+    for name, module in {"TEColumnParallelLinear": Column, "TERowParallelLinear": Row, "TENorm": RMSNorm}.items():
+        monkeypatch.setattr(te, name, module)
+    monkeypatch.setattr(build, "uses_transformer_engine", lambda cfg, *_, **options: cfg is not None)
+    monkeypatch.setattr(params, "FP8_ELEMENTS", 64 * 80)  # between proj and all others
+    with fake_rank(Layout((0,)), 0) as groups:
+        settings = None, TransformerEngineConfig(fp8="e4m3")
+        own, fp8 = (build.build_model(SHAPE, groups, te=cfg, device=CPU)[0] for cfg in settings)
+    assert (own.config.fp8, fp8.config.fp8, fp8.config.fp8_recipe) == (None, "e4m3", "tensorwise")
+    for layer in fp8.decoder.layers:
+        attention, mlp = layer.self_attention, layer.mlp
+        found = attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
+        assert [type(module) for module in found] == [Column, RowParallelLinear, Column, Row]
+    weights = dict(own.named_parameters())
+    assert weights.keys() == dict(fp8.named_parameters()).keys()
+    assert all(torch.equal(weight, weights[name]) for name, weight in fp8.named_parameters())
