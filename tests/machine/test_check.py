@@ -66,6 +66,12 @@ def test_half_installed_transformer_engine_is_named(tmp_path: Path, monkeypatch:
     assert finding.found == "2.20.2, half-installed"
     assert "it is installed but cannot be imported" in (finding.wrong or "")
 
+    def import_megatron(name: str) -> None:
+        raise FileNotFoundError("libtransformer_engine.so")
+
+    monkeypatch.setattr(check, "_as_a_job_does", import_megatron)
+    assert "because Transformer Engine is half-installed" in (check.megatron_core().wrong or "")
+
 
 @pytest.mark.parametrize(("driver", "extra"), [(None, "cpu"), ((13, 0), "gpu")])
 def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch, driver: Any, extra: str) -> None:
