@@ -54,7 +54,7 @@ TRTLLM = [
     "torch==2.9.1",
     "megatron-core==0.16.1",
     "mpi4py>=4.1,<5",  # on the container's Open MPI
-    "transformer-engine[pytorch,core_cu13]==2.11.0",  # fused layers; megatron-core 0.16.1 goes up to 2.11
+    "transformer-engine[pytorch,core_cu13]==2.11.0",  # fp8; of later versions 2.20.2 has run with megatron-core 0.16.1
     "tensorrt-llm==1.2.1",  # rollout
     "transformers==4.57.3",
     "numpy<2",

@@ -233,12 +233,14 @@ class DdpConfig(Section):
 class TransformerEngineConfig(Section):
     """Transformer Engine's layers instead of megatron's own, on GPUs."""
 
-    enable: bool | None = Field(None, description="null: where there is a GPU and it is installed")
+    enable: bool | None = Field(
+        None, description="true: its norms and linear layers, in TF32 for float32; null: only what fp8 needs"
+    )
     fp8: Literal["e4m3", "hybrid"] | None = Field(
-        None, description="8-bit products of the layers: e4m3; hybrid: e5m2 for gradients; null: in model.dtype"
+        None, description="8-bit products of large weights: e4m3; hybrid: e5m2 for gradients; null: in model.dtype"
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = Field(
-        "tensorwise", description="scales of 8-bit products; blockwise and mxfp8 need newer GPUs"
+        "tensorwise", description="scales of 8-bit products; mxfp8 needs Blackwell, the others Hopper"
     )
 
 

@@ -31,13 +31,13 @@ from hpcrl.engine.optim import (
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.blocks.router import RouterLosses
-from hpcrl.model.build import FP8_ROWS, build_model, local_shards, named_parameters
+from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf_files import Safetensors
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import MegatronRanges, annotated
-from hpcrl.runtime.layout import ROW_MULTIPLE
+from hpcrl.runtime.layout import FP8_ROWS, ROW_MULTIPLE
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip

@@ -58,17 +58,24 @@ class Offloadable:
     """Storages that are all on the device or all offloaded.
 
     storages: the storages, evaluated on each unload, because an optimizer makes state at its first step. host: keeps
-    their content; None: the content is lost.
+    their content; None: the content is lost. drop: called at each unload, frees what is made again from the content.
     """
 
-    def __init__(self, storages: Callable[[], Sequence[UntypedStorage]], host: HostMemory | None) -> None:
+    def __init__(
+        self,
+        storages: Callable[[], Sequence[UntypedStorage]],
+        host: HostMemory | None,
+        drop: Callable[[], None] = lambda: None,
+    ) -> None:
         self._storages = storages
         self.host = host
+        self._drop = drop
         self.is_unloaded = False
         self._unloaded: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
 
     def unload(self) -> None:
         self.is_unloaded = True
+        self._drop()
         self._unloaded = [(storage, storage.nbytes()) for storage in self._storages()]
         for content, copy in self._with_copies():
             copy.copy_(content, non_blocking=True)
@@ -162,12 +169,15 @@ def offload_of(
         # fp32 weights belong to both the optimizer and the parameters; count them as parameters.
         return storages_of(optimizer_tensors(optimizer), exclude=[*parameters(), *gradients()])
 
-    def with_copy(storages: Callable[[], list[UntypedStorage]]) -> Offloadable:
-        return Offloadable(storages, HostMemory(pinned=device.type == "cuda"))
+    def drop_8bit_copies() -> None:
+        """Those of Transformer Engine's layers, which make new ones in the first micro-batch of the next pass."""
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            getattr(module, "_fp8_workspaces", {}).clear()
 
+    pinned = device.type == "cuda"
     parts: dict[Part, Offloadable] = {
-        "parameters": with_copy(parameters),
+        "parameters": Offloadable(parameters, HostMemory(pinned=pinned), drop_8bit_copies),
         "gradients": Offloadable(gradients, None),  # each step zeroes them first
-        "optimizer": with_copy(state),
+        "optimizer": Offloadable(state, HostMemory(pinned=pinned)),
     }
     return Offload({name: part for name, part in parts.items() if name in names}, device)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.optimizer import Adam
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from hpcrl.algorithms.optimizers.adamw import fused_adam
 from hpcrl.engine.matrix_updates import Place
 from hpcrl.engine.model_state import sharded_parts
 
@@ -140,8 +140,9 @@ def _key(kind: str, entry: ShardedTensor | ShardedTensorFactory) -> str:
 
 
 def _counts_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is NVIDIA's fused Adam, which counts steps in its groups."""
-    return Adam is not torch.optim.AdamW and isinstance(optimizer, Adam)
+    """Whether it is Apex's fused Adam, which counts steps in its groups."""
+    fused = fused_adam()
+    return fused is not None and isinstance(optimizer, fused)
 
 
 def dtypes_of(chosen: Optimizer, *, is_matrix: bool) -> dict[str, torch.dtype]:

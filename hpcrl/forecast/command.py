@@ -24,7 +24,7 @@ from hpcrl.config.schema import AUTO
 from hpcrl.engine.refit.planner import RankTraffic
 from hpcrl.forecast.memory.fixes import cheapest_fix, tightest
 from hpcrl.forecast.memory.memory import GIB, MIB, Row, TrainingPlan, binary, size
-from hpcrl.forecast.memory.state import FP32, checkpoint_bytes, kept_checkpoints, rollout_bytes
+from hpcrl.forecast.memory.state import FP32, State, checkpoint_bytes, kept_checkpoints, rollout_bytes
 from hpcrl.forecast.time import calibrate, search_command
 from hpcrl.forecast.time import table as time_table
 from hpcrl.model.params import shards
@@ -130,12 +130,13 @@ def _heading(path: str, job: TrainingPlan) -> Iterator[str]:
 
 def _states(job: TrainingPlan, cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
     for role, model in job.models.items():
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[State, list[int]] = {}
         for stage in range(model.layout.pp):
             groups.setdefault(job.states[role, stage], []).append(stage)
         for state, stages in groups.items():
             ranks = sorted(rank for rank in model.layout.ranks if model.layout.coord(rank).pp in stages)
-            yield f"  {role:<14}{format_spans(stages):<8}{_ranks(ranks):<12}{cells(state)}"
+            numbers = state.parameters + state.copies, state.gradients, state.optimizer
+            yield f"  {role:<14}{format_spans(stages):<8}{_ranks(ranks):<12}{cells(numbers)}"
 
 
 def _phases(job: TrainingPlan, rows: Sequence[Row], cells: Callable[[Sequence[int]], str]) -> Iterator[str]:

@@ -204,7 +204,8 @@ class Train(TrainingJob):
         )
         self.rollouts = run.rollouts = make_rollout_source(run, self.derived, self.sampler, self.inputs.tokenizer)
         self.kl_controller = KLController(config.algorithm.kl_ctrl)
-        self.peak_flops = peak_of(run.device_name) if run.device_name else None
+        fp8 = config.model.transformer_engine.fp8 is not None
+        self.peak_flops = peak_of(run.device_name, fp8=fp8) if run.device_name else None
         if config.job.machine is not None and self.is_predicted:
             from hpcrl.run.predicted import PredictedSteps
 

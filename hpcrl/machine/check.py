@@ -194,17 +194,22 @@ def cuda_finding(found: gpus.FoundGpus, usable: list[gpus.Gpu]) -> Finding:
     return Finding("CUDA", f"{found.wheel_cuda}, {', '.join(names)}", wrong, needed=bool(old))
 
 
+def _on_gpu() -> bool:
+    return "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
+
+
 def triton() -> Finding:
     """Triton, which is needed if there is a GPU."""
-    on_gpu = "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
-    wrong = gpus.missing_triton(os.environ, gpus.triton_is_installed()) if on_gpu else None
+    wrong = gpus.missing_triton(os.environ, gpus.triton_is_installed()) if _on_gpu() else None
     return Finding("triton", version_of("triton") or "not installed (needed for CUDA only)", wrong)
 
 
 def transformer_engine() -> Finding:
     version = version_of("transformer-engine")
+    if not _on_gpu():  # it cannot be imported without a driver, and jobs do not try
+        return Finding("transformer-engine", f"{version or 'not installed'} (used on GPUs, for fp8)")
     if importlib.util.find_spec("transformer_engine") is None:
-        return Finding("transformer-engine", version or "not installed (needed for CUDA only)")
+        return Finding("transformer-engine", version or "not installed (used for fp8)")
     error = attempt("transformer_engine.pytorch")
     if error is None:
         return Finding("transformer-engine", version or "installed")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
     from hpcrl.runtime.groups import RoleGroups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the name in a config
-FP8_ROWS = 32  # 8-bit products need a multiple of 16 tokens, of 32 under the mxfp8 recipe
+LINEAR = "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"  # of attention, and of the MLP
+log = logging.getLogger(__name__)
 
 
 def build_model(
@@ -83,14 +85,17 @@ def build_model(
         raise ValueError("experts with tensor parallelism need sequence_parallel=True: each rank routes its own tokens")
     local = local_shards(shape, groups, head, lora)
     device = device or platform.device()
-    uses_te = uses_transformer_engine(te, device, shape, exact=exact, has_adapters=lora is not None)
+    replaced: Collection[str] | None = None
+    if uses_transformer_engine(te, device, shape, exact=exact, has_adapters=lora is not None):
+        assert te is not None
+        replaced = _replaced(te, local, groups, dtype)
     config = transformer_config(
         shape, groups, dtype, sequence_parallel and not exact, recompute, te, fp32_gradients=fp32_gradients
     )
     with platform.meta_bridge() if device.type == "meta" else platform.cpu_bridge():
         with device:
             chunks = [
-                _chunk(shape, groups, config, number, head, exact, uses_te, local, lora)
+                _chunk(shape, groups, config, number, head, exact, replaced, local, lora)
                 for number in range(groups.layout.vpp)
             ]
         _mark_parameters(chunks, local)
@@ -109,7 +114,7 @@ def _chunk(
     number: int,
     head: Head,
     exact: bool,
-    uses_te: bool,
+    replaced: Collection[str] | None,
     local: list[Shard],
     lora: Lora | None,
 ) -> PackedGPT:
@@ -124,7 +129,7 @@ def _chunk(
     model = PackedGPT(
         config,
         TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(shape.layers[layer], groups, exact, uses_te) for layer in layers],
+            layer_specs=[_layer_spec(shape.layers[layer], groups, exact, replaced) for layer in layers],
             layer_norm=norm_module(shape.layers[-1].norms.zero_centered),
         ),
         vocab_size=shape.padded_vocab_size,
@@ -277,15 +282,16 @@ def _has_kernel(name: str, dtype: torch.dtype) -> bool:
         raise InputError(str(error)) from None
 
 
-def _layer_spec(layer: Layer, groups: RoleGroups, exact: bool, uses_te: bool):  # type: ignore[no-untyped-def]
-    """Megatron's local layer with the modules of its blocks, and Transformer Engine's layers in place of megatron's."""
+def _layer_spec(layer: Layer, groups: RoleGroups, exact: bool, replaced: Collection[str] | None):  # type: ignore[no-untyped-def]
+    """Megatron's local layer with the modules of its blocks. Unless `replaced` is None, norms and the linear layers
+    that it names are Transformer Engine's."""
     experts = layer.num_experts or None
     spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm")
-    if uses_te:
-        use_transformer_engine(spec)
+    if replaced is not None:
+        use_transformer_engine(spec, replaced)
     for block in layer.blocks:
         block.use(spec, groups, exact=exact)
-    layer.norms.use(spec, uses_te=uses_te)
+    layer.norms.use(spec, uses_te=replaced is not None)
     return spec
 
 
@@ -297,37 +303,63 @@ def uses_transformer_engine(
     exact: bool,
     has_adapters: bool = False,
 ) -> bool:
-    """Whether the layers of a model on `device` are Transformer Engine's. Raises InputError for settings that cannot
-    work.
+    """Whether layers of a model on `device` are Transformer Engine's: where `cfg` asks for it or for 8-bit products.
+    Raises InputError for settings that cannot work.
 
-    Never run: no machine with a GPU and Transformer Engine was available. Tests show that it is disabled if it cannot
-    be used, and that unsupported settings raise errors.
+    That it is installed changes nothing: in bf16 it gained nothing (a step of GRPO of a 1.5B model took 16.6 s, with
+    megatron's layers 16.4 s), and its products of fp32 numbers are TF32.
+
+    Version 2.20.2 has run with megatron-core 0.16.1 on one H200, in bf16 and with tensorwise and blockwise 8-bit
+    products. Recomputation, checkpoints and offload with it have not run. Tests show when it is used, and that
+    unsupported settings raise errors.
     """
-    enable, other = None if cfg is None else cfg.enable, unsupported(shape.layers, "transformer_engine")
+    if cfg is None or not (cfg.enable or cfg.fp8 is not None):
+        return False
+    other = unsupported(shape.layers, "transformer_engine")
     problems = {
         "there is no GPU": device.type != "cuda",
         "transformer_engine is not installed": importlib.util.find_spec("transformer_engine") is None,
         "rollout.exact=true uses other layers": exact,
         f"{other} uses other layers": other is not None,
         "model.lora_rank needs megatron's own layers": has_adapters,
+        "model.transformer_engine.enable is false": cfg.enable is False,
     }
     missing = next((problem for problem, is_found in problems.items() if is_found), None)
-    if enable and missing:
+    if missing and cfg.enable:
         raise InputError(f"model.transformer_engine.enable=true, but {missing}; remove it or set it to null")
-    used = missing is None and enable is not False
-    if cfg is not None and cfg.fp8 is not None:
-        if not used:
-            raise InputError(
-                f"model.transformer_engine.fp8={cfg.fp8} needs Transformer Engine, but "
-                f"{missing or 'model.transformer_engine.enable is false'}; set fp8 to null"
+    if missing:
+        raise InputError(
+            f"model.transformer_engine.fp8={cfg.fp8} needs Transformer Engine, but {missing}; set fp8 to null"
+        )
+    params.check_fp8(shape, cfg.fp8)
+    return True
+
+
+def _replaced(
+    cfg: TransformerEngineConfig, local: Sequence[Shard], groups: RoleGroups, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """Return the linear layers that are Transformer Engine's: all, or of a model with 8-bit products those that gain by
+    them; megatron's own ignore the context in which products are 8-bit. Logs which products have which numbers."""
+    own = str(dtype).removeprefix("torch.")
+    if cfg.fp8 is None:
+        if dtype is torch.float32:
+            log.warning(
+                "%s: model.transformer_engine.enable=true computes float32 products in TF32, log-probs differ by 1e-3; "
+                "null keeps float32",
+                groups.role,
             )
-        if block := unsupported(shape.layers, "fp8"):
-            raise InputError(f"model.transformer_engine.fp8={cfg.fp8} with {block} is not supported; set fp8 to null")
-    return used
+        return LINEAR
+    is_large = {shard.name.split(".")[-2]: shard.is_large for shard in local if shard.is_matrix}
+    large, small = (tuple(name for name in LINEAR if is_large.get(name) is each) for each in (True, False))
+    log.info(
+        "%s: fp8 products: %s; %s products: %s (fp8 needs %d elements of a weight per rank)",
+        *(groups.role, ", ".join(large) or "none", own, ", ".join(small) or "none", params.FP8_ELEMENTS),
+    )
+    return large
 
 
-def use_transformer_engine(spec: ModuleSpec) -> None:
-    """Replace linear layers and norms in a layer of megatron's local spec, in place.
+def use_transformer_engine(spec: ModuleSpec, replaced: Collection[str] = LINEAR) -> None:
+    """Replace norms, and the linear layers named by `replaced`, in a layer of megatron's local spec, in place.
 
     Norms are not fused into the products after them, so that parameters have the same names and shapes as without
     Transformer Engine, and checkpoints, loading and refit use one table. Attention is not replaced.
@@ -336,9 +368,11 @@ def use_transformer_engine(spec: ModuleSpec) -> None:
 
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
-    attention, mlp = layer.self_attention.submodules, mlp_submodules(spec)[0]
-    attention.linear_qkv, attention.linear_proj = TEColumnParallelLinear, TERowParallelLinear
-    mlp.linear_fc1, mlp.linear_fc2 = TEColumnParallelLinear, TERowParallelLinear
+    modules = TEColumnParallelLinear, TERowParallelLinear, TEColumnParallelLinear, TERowParallelLinear
+    owners = layer.self_attention.submodules, mlp_submodules(spec)[0]
+    for number, (name, module) in enumerate(zip(LINEAR, modules, strict=True)):
+        if name in replaced:
+            setattr(owners[number // 2], name, module)
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, str], torch.nn.Parameter]:

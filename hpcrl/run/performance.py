@@ -36,10 +36,10 @@ def mfu_metrics(
     et al. 2022, arXiv:2204.02311, section 4.1), the least operations of a phase's matrix products as a share of what
     its devices could have done in the seconds that the controller waited for it.
 
-    lengths: tokens of each sample; num_responses: response tokens of all. seconds: by `timing_s/<phase>`. peak: bf16
-    operations per second of one device. tower: operations of a pass of the vision tower over the step's pictures, if
-    each pass of a model runs it. The controller waits for concurrent phases one after the other, so only the
-    first one's time is complete.
+    lengths: tokens of each sample; num_responses: response tokens of all. seconds: by `timing_s/<phase>`. peak: see
+    `peak_of`, of one device. tower: operations of a pass of the vision tower over the step's pictures, if each pass of
+    a model runs it. The controller waits for concurrent phases one after the other, so only the first one's time is
+    complete.
     """
     has_adapters = config.model.lora_rank > 0
     to_train = tower * tower_training_factor(shape.vision) if shape.vision is not None else 0.0
@@ -241,22 +241,23 @@ class ProfiledSteps:
                 )
 
 
-# Dense bf16 operations per second of one device, from data sheets; the first matching name is used.
+# Dense bf16 and fp8 operations per second of one device, from data sheets; the first matching name is used.
 PEAKS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "H20": 148e12,
-    "L40S": 362e12,
+    "GB200": (2.5e15, 5e15),
+    "B200": (2.25e15, 4.5e15),
+    "H200": (989e12, 1979e12),
+    "H100": (989e12, 1979e12),
+    "H800": (989e12, 1979e12),
+    "GH200": (989e12, 1979e12),
+    "A100": (312e12, None),
+    "A800": (312e12, None),
+    "H20": (148e12, 296e12),
+    "L40S": (362e12, 733e12),
 }
 
 
-def peak_of(device_name: str) -> float | None:
-    """Return the bf16 operations per second of a device by torch's name; None if unknown."""
+def peak_of(device_name: str, *, fp8: bool = False) -> float | None:
+    """Return the bf16 operations per second of a device by torch's name; None if unknown. fp8: whether large products
+    are 8-bit; then those of fp8, although small products, attention and the head are not."""
     words = device_name.replace("-", " ").split()
-    return next((peak for name, peak in PEAKS.items() if name in words), None)
+    return next((peaks[fp8] for name, peaks in PEAKS.items() if name in words), None)

@@ -14,6 +14,7 @@ EXPERT_AXES = ("etp", "ep", "edp", "pp")  # the same ranks, in the expert grid o
 # Micro-batches have a multiple of so many tokens: CPU matrix products then compute a row bitwise alike for any number
 # of rows.
 ROW_MULTIPLE = 8
+FP8_ROWS = 32  # the same of a model with 8-bit products: they need a multiple of 16, of 32 under the mxfp8 recipe
 
 # Megatron's name of a group -> the grid dimensions its members differ along.
 GROUP_DIMS: dict[str, tuple[str, ...]] = {

@@ -33,8 +33,8 @@ _EXPECTED = {
 
 def install() -> None:
     """Patch megatron-core so that all versions behave alike. `platform.install` calls it once."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16 reads the name even without Transformer Engine
+    # 0.16 reads the name even without Transformer Engine, whose product of a router's fp32 numbers is TF32.
+    moe_utils.te_general_gemm = None
     optimizer.param_group_identifier_keys = distrib_optimizer.param_group_identifier_keys = _GROUP_KEYS
     for name, message in _EXPECTED.items():
         logging.getLogger(name).addFilter(functools.partial(_is_unexpected, message))

@@ -52,10 +52,12 @@ def import_megatron() -> None:
     """Import megatron-core. Call it before any other import of the package.
 
     On the CPU, it imports without torch.compile, which costs a second of imports and needs a C++ compiler at run time,
-    and without optional modules such as DTensor, which cost another two seconds.
+    and without optional modules such as DTensor, which cost another two seconds. Transformer Engine, whose modules and
+    optimizers need CUDA, then stays impossible to import.
     """
     if torch.cuda.is_available():
         return
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]  # None: the import fails
     # megatron imports this module, which warns if there is a CUDA toolkit and no GPU, as on a login node
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     optimize_without_dynamo()

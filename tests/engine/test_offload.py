@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcrl.engine import offload
-from hpcrl.engine.offload import HostMemory, Offload, Offloadable, storages_of
+from hpcrl.engine.offload import HostMemory, Offload, Offloadable, offload_of, storages_of
 
 
 @pytest.fixture
@@ -58,3 +58,15 @@ def test_what_came_for_an_inner_use_stays_for_the_outer_one(host: HostMemory) ->
     assert there() == (0, 0)
     with role.on_device("optimizer"):
         assert torch.equal(moments, torch.full((8,), 2.0))
+
+
+def test_8_bit_copies_are_freed_with_the_weights() -> None:
+    """Transformer Engine's layers keep them from one pass to the next, and make those that are missing."""
+    layer = torch.nn.Linear(8, 8)
+    layer._fp8_workspaces = {"weight": torch.ones(8, 8, dtype=torch.uint8)}  # type: ignore[assignment]
+    role = offload_of([torch.nn.Sequential(layer)], [], None, ("parameters",))
+    weights = layer.weight.detach().clone()
+    role.unload()
+    assert not layer._fp8_workspaces and layer.weight.untyped_storage().nbytes() == 0
+    with role.on_device("parameters"):
+        assert torch.equal(layer.weight, weights)

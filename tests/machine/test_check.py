@@ -28,15 +28,49 @@ def test_ranks_that_are_no_world_are_wrong(run: Callable) -> None:
     assert ended.code == 1 and "wrong: MPI: 4 ranks were started (PMI_SIZE=4)" in ended.stdout
 
 
-@pytest.mark.slow
-def test_half_installed_transformer_engine_is_named(run: Callable, tmp_path: Path) -> None:
-    package = tmp_path / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text('raise FileNotFoundError("libtransformer_engine.so")\n')
-    ended = run(sys.executable, "-m", "hpcrl", "check")  # `python -m` looks into the working folder first
-    assert ended.code == 1
-    assert "wrong: transformer-engine: it is installed but cannot be imported" in ended.stdout
-    assert "wrong: megatron-core: cannot be imported because Transformer Engine is half-installed" in ended.stdout
+def install_transformer_engine(folder: Path, code: str) -> None:
+    (folder / "transformer_engine" / "pytorch").mkdir(parents=True)
+    (folder / "transformer_engine" / "__init__.py").write_text(code)
+    (folder / "transformer_engine" / "pytorch" / "__init__.py").touch()
+    (folder / "transformer_engine" / "pytorch" / "optimizers.py").write_text("class FusedAdam: ...\n")
+    (folder / "transformer_engine-2.20.2.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n"
+    (folder / "transformer_engine-2.20.2.dist-info" / "METADATA").write_text(metadata)
+
+
+WITHOUT_A_GPU = """
+from hpcrl.machine import check
+findings = check.torch(), check.megatron_core(), check.transformer_engine()
+assert [finding.wrong for finding in findings] == [None] * 3, findings
+assert findings[2].found == "2.20.2 (used on GPUs, for fp8)"
+import torch
+from megatron.core.optimizer import Adam, distrib_optimizer
+assert Adam is torch.optim.AdamW and not distrib_optimizer.USING_TE_OPTIMIZER
+"""
+
+
+@pytest.mark.skipif("torch" in sys.modules and sys.modules["torch"].cuda.is_available(), reason="of a CPU")
+def test_transformer_engine_is_not_imported_without_a_gpu(run: Callable, tmp_path: Path) -> None:
+    """Its module imports what import_megatron keeps out, and its optimizers need CUDA."""
+    install_transformer_engine(tmp_path, "import torch.distributed.tensor, torch.distributed._tensor\n")
+    ended = run(sys.executable, "-c", WITHOUT_A_GPU)  # Python looks into the working folder first
+    assert ended.code == 0, ended.stdout + ended.stderr
+
+
+def test_half_installed_transformer_engine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_transformer_engine(tmp_path, 'raise FileNotFoundError("libtransformer_engine.so")\n')
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(check, "_on_gpu", lambda: True)
+    finding = check.transformer_engine()
+    assert finding.found == "2.20.2, half-installed"
+    assert "it is installed but cannot be imported" in (finding.wrong or "")
+
+    def import_megatron(name: str) -> None:
+        raise FileNotFoundError("libtransformer_engine.so")
+
+    monkeypatch.setattr(check, "_as_a_job_does", import_megatron)
+    assert "because Transformer Engine is half-installed" in (check.megatron_core().wrong or "")
 
 
 @pytest.mark.parametrize(("driver", "extra"), [(None, "cpu"), ((13, 0), "gpu")])

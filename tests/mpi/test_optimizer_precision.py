@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 from megatron.core.optimizer import distrib_optimizer
@@ -54,12 +57,21 @@ def test_updates_below_the_resolution_of_bf16_add_up_and_are_saved(world, world_
 
 @pytest.mark.world(1)
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "transformer_engine"])
-def test_moments_in_bf16_are_restored(world, world_tmp_path, monkeypatch, fused):
-    """Also where megatron, since Transformer Engine is there, looks for an Adam's counter in another place."""
+@pytest.mark.parametrize("optim", [COMPACT, ADAM], ids=["bf16", "fp32"])
+def test_moments_are_restored(world, world_tmp_path, monkeypatch, optim, fused):
+    """Also where megatron, since Transformer Engine is there, looks for an Adam's counter in another place. Its
+    FusedAdam is not used."""
+    optimizers = types.ModuleType("transformer_engine.pytorch.optimizers")
+    optimizers.FusedAdam = None
+    for name in ("transformer_engine", "transformer_engine.pytorch") if fused else ():
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    if fused:
+        monkeypatch.setitem(sys.modules, optimizers.__name__, optimizers)
+    dtypes = {name: getattr(torch, dtype) for name, dtype in optim.chosen().state(is_matrix=True).items()}
     monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", fused)
     monkeypatch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", fused)
     groups, batch = role_groups(world.rank, world.size)["single"], make_batch()
-    engine, again = (TrainEngine(SHAPE, groups, optim=COMPACT, total_steps=9, seed=seed) for seed in (3, 4))
+    engine, again = (TrainEngine(SHAPE, groups, optim=optim, total_steps=9, seed=seed) for seed in (3, 4))
 
     def state(engine: TrainEngine) -> list[dict[str, torch.Tensor]]:
         return list(engine.optimizer.optimizer.state.values())
@@ -72,7 +84,7 @@ def test_moments_in_bf16_are_restored(world, world_tmp_path, monkeypatch, fused)
         for mine, restored in zip(state(engine), state(again), strict=True):
             assert mine["step"] == restored["step"] == step
             for name in ("exp_avg", "exp_avg_sq"):
-                assert mine[name].dtype == restored[name].dtype == torch.bfloat16
+                assert mine[name].dtype == restored[name].dtype == dtypes[name]
                 assert torch.equal(mine[name], restored[name])
         for each in (engine, again):
             each.train(batch, max_tokens=64, loss=policy_loss, entropy=True)

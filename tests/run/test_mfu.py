@@ -17,6 +17,8 @@ def test_peak_of_a_device_by_its_name():
     assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_of("NVIDIA H20") == 148e12
     assert peak_of("AMD Instinct MI300X") is None
+    assert peak_of("NVIDIA H200", fp8=True) == 1979e12
+    assert peak_of("NVIDIA A100-SXM4-80GB", fp8=True) is None
 
 
 def test_a_device_at_its_peak_has_an_mfu_of_1():

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ELEMENTS_AT_ONCE = 2**24  # of weights on a GPU: their two moments in fp32 take 128 MiB
 ELEMENTS_IN_CACHE = 2**18  # of weights on a CPU, which is slower outside its cache
-FUSED = ("transformer_engine.pytorch.optimizers", "apex.optimizers")
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class AdamParameters(Betas):
 
 @register_optimizer("adam", params=AdamParameters)
 class Adam(Optimizer):
-    """Torch's AdamW, or NVIDIA's fused one if it is installed; with other moments, AdamW in fp32 on every device."""
+    """Torch's AdamW, or Apex's fused one if it is installed; with other moments, AdamW in fp32 on every device."""
 
     params: AdamParameters
 
@@ -53,7 +52,7 @@ class Adam(Optimizer):
         if set(self.state(is_matrix=False).values()) != {"float32"}:
             return super().make(groups, matrices)
         options: dict[str, Any] = {"betas": tuple(self.params.betas), "eps": self.params.eps}
-        fused = _fused_adam()
+        fused = fused_adam()
         if fused is None:
             return torch.optim.AdamW(list(groups), fused=True, **options)
         return fused(list(groups), adam_w_mode=True, **options)
@@ -119,11 +118,10 @@ def as_fp32(tensors: list[Tensor]) -> list[Tensor]:
     return copies
 
 
-def _fused_adam() -> Any:
-    """Return the FusedAdam of Transformer Engine or of Apex, which count steps in their groups; None without them."""
-    for module in FUSED:
-        try:
-            return import_module(module).FusedAdam
-        except (ImportError, AttributeError):
-            continue
-    return None
+def fused_adam() -> Any:
+    """Return Apex's FusedAdam, which counts steps in its groups; None without Apex. Transformer Engine's, which was not
+    compared with torch's, is not used."""
+    try:
+        return import_module("apex.optimizers").FusedAdam
+    except (ImportError, AttributeError):
+        return None

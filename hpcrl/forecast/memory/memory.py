@@ -23,11 +23,11 @@ from hpcrl.forecast.memory.generation import GIB, MIB, EngineMemory, PicturePass
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State, job_shape, model_shape
 from hpcrl.model.architecture import check_longest, check_towers, check_vision
 from hpcrl.model.blocks.block import unsupported
-from hpcrl.model.params import check_adapters, role_layout
+from hpcrl.model.params import check_adapters, check_fp8, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.rollout.engines.engine import engine_of
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.layout import ROW_MULTIPLE, Layout
+from hpcrl.runtime.layout import Layout
 
 Kind = Literal["generate", "forward", "train", "refit", "save"]
 NEEDED: dict[Kind, tuple[Part, ...]] = {  # of the role that works
@@ -132,7 +132,7 @@ class TrainingPlan:
 
     @cached_property
     def models(self) -> dict[str, RoleModel]:
-        config = self.config
+        config, fp8 = self.config, self.config.model.transformer_engine.fp8
         shape, models = job_shape(config), {}
         if shape.vision is not None:
             check_vision(config, shape.vision)
@@ -148,8 +148,11 @@ class TrainingPlan:
             lora = Lora.from_config(config.model) if spec.path == ACTOR.name else None
             if lora is not None:
                 check_adapters(own, layout, lora)
+            check_fp8(own, fp8)
             optim = spec.config_of(config).optim if spec.trains else None
-            models[role] = RoleModel(own, layout, spec.head or "lm", itemsize, optim, not exact, lora)
+            models[role] = RoleModel(
+                *(own, layout, spec.head or "lm", itemsize, optim, not exact, lora), fp8=fp8 is not None
+            )
         check_towers(shape, {self.specs[role].path: model.shape for role, model in models.items()})
         return models
 
@@ -270,7 +273,7 @@ class TrainingPlan:
         """Micro-batches that are as full as possible, of prompts and responses of the largest length."""
         data, model, longest = self.config.data, self.models[role], self.derived.max_sequence_length
         layout, sequences = model.layout, max_tokens // longest
-        of_replica, multiple = math.ceil(samples / layout.dp), layout.token_multiple(ROW_MULTIPLE)
+        of_replica, multiple = math.ceil(samples / layout.dp), layout.token_multiple(model.row_multiple)
         count = layout.scheduled(math.ceil(of_replica / sequences))
         if layout.vpp > 1:  # with more micro-batches than it takes, each is less full
             sequences = math.ceil(of_replica / count)
@@ -315,6 +318,7 @@ class TrainingPlan:
     def _row(self, phase: Phase, place: Place) -> Row:
         states = self.on_device(phase, place)
         parameters, gradients, optimizer = (sum(state[column] for state in states) for column in range(3))
+        parameters += sum(state.copies for state in states)
         kv_cache = activations = logits = 0
         buffers, own, whole = self._of_engine[place.ranks]
         if phase.kind == "refit":

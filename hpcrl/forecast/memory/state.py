@@ -21,7 +21,7 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.model.architecture import shape_from_yaml, with_training
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
-from hpcrl.runtime.layout import Layout
+from hpcrl.runtime.layout import FP8_ROWS, ROW_MULTIPLE, Layout
 
 # Megatron's alignment of a buffer that its distributed optimizer divides, in elements.
 PARAMETER_MULTIPLE = 64
@@ -56,12 +56,14 @@ def model_shape(model: ModelConfig, num_tokens: int) -> ModelShape:
 
 class State(NamedTuple):
     """Bytes of a role's state on a rank. scalars: small tensors of a megatron optimizer, a part of `optimizer` that is
-    never offloaded."""
+    never offloaded. copies: 8-bit copies of weights, which are there from the first pass on and are no part of `total`;
+    they are dropped when the weights are offloaded."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     scalars: int = 0
+    copies: int = 0
 
     @property
     def total(self) -> int:
@@ -70,7 +72,8 @@ class State(NamedTuple):
     def without(self, away: Collection[Part]) -> State:
         """The state that is left on the device."""
         left = self.parameters * ("parameters" not in away), self.gradients * ("gradients" not in away)
-        return State(*left, self.scalars if "optimizer" in away else self.optimizer, self.scalars)
+        optimizer = self.scalars if "optimizer" in away else self.optimizer
+        return State(*left, optimizer, self.scalars, self.copies * ("parameters" not in away))
 
     def on_host(self, away: Collection[Part]) -> int:
         """Host memory for the offloaded parts; gradients are not kept."""
@@ -82,7 +85,8 @@ class State(NamedTuple):
 class RoleModel:
     """A role's model in its layout. `itemsize`: bytes of a weight or an activation. `optim` None: it is frozen.
 
-    `sequence_parallel` and `lora` are those of `hpcrl.model.build.build_model`.
+    `sequence_parallel` and `lora` are those of `hpcrl.model.build.build_model`. `fp8`: products of large weights are
+    8-bit.
     """
 
     shape: ModelShape
@@ -92,6 +96,12 @@ class RoleModel:
     optim: OptimConfig | None = None
     sequence_parallel: bool = True
     lora: Lora | None = None
+    fp8: bool = False
+
+    @property
+    def row_multiple(self) -> int:
+        """Micro-batches have a multiple of so many tokens, see `Layout.token_multiple`."""
+        return FP8_ROWS if self.fp8 else ROW_MULTIPLE
 
     def shards(self, stage: int) -> list[Shard]:
         """Shards of a rank of a pipeline stage; all ranks of the stage have the same sizes."""
@@ -113,6 +123,14 @@ class RoleModel:
 
     def state(self, stage: int, rank: int | None = None) -> State:
         """State of a rank of a stage: of `rank`, or the largest one."""
+        return self._state(stage, rank)._replace(copies=self._copies(stage))
+
+    def _copies(self, stage: int) -> int:
+        """Bytes of 8-bit copies of large weights: as they are, and transposed for the backward pass."""
+        large = sum(math.prod(shard.local_shape) for shard in self.shards(stage) if shard.is_large) if self.fp8 else 0
+        return large * (1 if self.optim is None else 2)
+
+    def _state(self, stage: int, rank: int | None) -> State:
         if self.chosen is None or not self.chosen.is_sharded:
             return self._undivided(stage)
         frozen = (shard for shard in self.shards(stage) if not self.is_trained(shard))

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 from hpcrl.forecast.time.cost import NOTHING, Cost, Group, Network, Units, group_of
 from hpcrl.model.blocks.block import Layer, matrices
 from hpcrl.model.blocks.micro_batch import FP32, Computation, Matrix, MicroBatch, seen_pairs
-from hpcrl.model.params import SCALAR_HEADS, Head, chunk_layers
+from hpcrl.model.params import FP8_ELEMENTS, SCALAR_HEADS, Head, chunk_layers
 from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.runtime.layout import Layout
+from hpcrl.runtime.layout import ROW_MULTIPLE, Layout
 
 
 class Operators(NamedTuple):
@@ -160,16 +160,17 @@ class Micro(NamedTuple):
 class PassModel:
     """A role's model as its passes see it.
 
-    `units` is the device for layers, `head_units` for the head. `sequence_parallel`, `lora` and `load_imbalance` are
-    those of `MicroBatch`. `recomputes_head` says whether the backward pass computes logits again. `operators` are those
-    of a pass without gradients.
+    `units` is the device, `large_units` the device for products of large weights in layers, which may be 8-bit.
+    `sequence_parallel`, `lora` and `load_imbalance` are those of `MicroBatch`, `row_multiple` that of `RoleModel`.
+    `recomputes_head` says whether the backward pass computes logits again. `operators` are those of a pass without
+    gradients.
     """
 
     shape: ModelShape
     layout: Layout
     head: Head
     units: Units
-    head_units: Units
+    large_units: Units
     network: Network
     ranks_per_node: int
     sequence_parallel: bool = True
@@ -178,6 +179,7 @@ class PassModel:
     recomputes_head: bool = True
     operators: Operators = FORWARD
     load_imbalance: float = 1.0
+    row_multiple: int = ROW_MULTIPLE
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -272,7 +274,7 @@ class PassModel:
         Logits cost memory, too, and three reductions of one number per token (Shoeybi et al. 2019, section 3). A head
         that computes logits in parts computes them twice in training.
         """
-        shape, units = self.shape, self.head_units
+        shape, units = self.shape, self.units
         if self.head != "lm":
             return units.product(micro.outputs, shape.hidden_size, 1) * (3.0 if trains else 1.0)
         columns = shape.padded_vocab_size / self.layout.tp
@@ -348,10 +350,12 @@ class LayerCost:
 
     def _products(self, block: Computation) -> Cost:
         """Return the cost of products on a rank with the mean number of rows, which waits for the one with most."""
-        units, found = self.model.units, NOTHING
+        units, large, found = self.model.units, self.model.large_units, NOTHING
         for it in block.products:
-            rows = it.rows * it.uneven
-            most = sum((units.product(rows, *matrix, groups=it.groups) for matrix in it.matrices), NOTHING)
+            rows, most = it.rows * it.uneven, NOTHING
+            for matrix in it.matrices:
+                is_large = math.prod(matrix) >= FP8_ELEMENTS
+                most = most + (large if is_large else units).product(rows, *matrix, groups=it.groups)
             if it.uneven > 1.0:
                 waiting = Cost(waiting=(it.uneven - 1.0) / it.uneven * most.seconds)
                 most = most * (1.0 / it.uneven) + waiting

@@ -100,14 +100,14 @@ class JobTimes:
     def pass_model(self, role: str, phase: Phase | None = None) -> PassModel:
         """A role's model as a phase runs it."""
         model, config, work = self.job.models[role], self.job.config, phase.work if phase else None
-        device, itemsize, fp8 = self.machine.device, model.itemsize, config.model.transformer_engine.fp8
-        head_units = Units.of(device, DTYPES[itemsize], itemsize)
-        units = Units.of(device, "float8", itemsize) if fp8 and self.on_gpu else head_units
+        device, itemsize = self.machine.device, model.itemsize
+        units = Units.of(device, DTYPES[itemsize], itemsize)
+        large_units = Units.of(device, "float8", itemsize) if model.fp8 and self.on_gpu else units
         again = work.recompute if work is not None and phase is not None and phase.kind == "train" else None
         recompute = None
         if again is not None and again.granularity is not None:
             recompute = Recompute(again.granularity, again.method, again.num_layers, tuple(again.modules))
-        fixed = model.shape, model.layout, model.head, units, head_units, self.network, self.ranks_per_node
+        fixed = model.shape, model.layout, model.head, units, large_units, self.network, self.ranks_per_node
         return PassModel(
             *fixed,
             sequence_parallel=model.sequence_parallel,
@@ -115,6 +115,7 @@ class JobTimes:
             recompute=recompute,
             recomputes_head=work is None or work.chunk_tokens is not None,
             load_imbalance=self.job.specs[role].architecture(config).moe.load_imbalance or 1.0,
+            row_multiple=model.row_multiple,
         )
 
     def passes(self, phase: Phase) -> samples.Passes:

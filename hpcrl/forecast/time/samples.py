@@ -21,7 +21,6 @@ from hpcrl.forecast.time.passes import Micro, Numbers, PassModel, numbers_of, pi
 from hpcrl.model.blocks.block import Layer, blocks_of
 from hpcrl.model.blocks.micro_batch import Computation
 from hpcrl.model.shape import ModelShape
-from hpcrl.runtime.layout import ROW_MULTIPLE
 
 PACKED = 256  # sequences that are packed one by one; more are taken to need micro-batches in proportion
 OPTIMIZER_OPERATORS = 100  # gradients' norm and AdamW, counted as in `hpcrl.forecast.time.passes`
@@ -58,7 +57,7 @@ def micro_batch(model: PassModel, passes: Passes, lengths: Lengths) -> tuple[Mic
     of_replica = math.ceil(passes.samples / layout.dp)
     count = layout.scheduled(packing(lengths, of_replica, passes.most_tokens))
     sequences = of_replica / count
-    multiple = layout.token_multiple(ROW_MULTIPLE)
+    multiple = layout.token_multiple(model.row_multiple)
     tokens = math.ceil(sequences * lengths.mean / multiple) * multiple / layout.cp
     outputs = sequences * (lengths.response if passes.all_outputs else 1.0) / layout.cp
     return Micro(tokens, sequences * lengths.pairs / layout.cp, lengths.mean, outputs), count

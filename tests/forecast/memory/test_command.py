@@ -154,6 +154,25 @@ def test_what_does_not_work_with_pictures_is_one_line(overrides: list[str], said
         shown(*overrides).rows()
 
 
+FP8 = "model.transformer_engine.fp8=hybrid"
+
+
+def test_8_bit_products_take_copies_of_large_weights_and_32_rows() -> None:
+    """The copies leave the device with the weights."""
+    template = str(ROOT / "configs" / "grpo_8b.yaml")
+    options = ["actor.ppo_max_token_len_per_gpu=24584", "ref.param_offload=true", "actor.param_offload=true"]
+    plain, fp8 = (TrainingPlan(load_config(template, [*options, *more])) for more in ([], [FP8]))
+    large = 32 * 3 * 14336 * 4096 // 4  # fc1 and fc2 of a rank of four
+    more = {it.phase: it.parameters - other.parameters for it, other in zip(fp8.rows(), plain.rows(), strict=True)}
+    assert more == {
+        phase: 2 * large * (phase in ("old_log_prob", "update_actor", "refit", "save_actor")) + large * (phase == "ref")
+        for phase in more
+    }
+    assert [row.optimizer for row in fp8.rows()] == [row.optimizer for row in plain.rows()]
+    tokens = [next(it.work.tokens for it in job.phases if it.name == "update_actor") for job in (plain, fp8)]
+    assert tokens == [24584, 24608]
+
+
 @pytest.mark.slow
 def test_the_fix_fits() -> None:
     job = TrainingPlan(load_config(TEMPLATE, ALL_KEPT))

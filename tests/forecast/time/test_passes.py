@@ -181,3 +181,15 @@ def test_a_runs_load_is_that_of_its_metrics() -> None:
     assert with_measured_load(config(), {LOAD_METRIC: 1.84}).model.moe.load_imbalance == 1.8
     assert with_measured_load(config(), {LOAD_METRIC: 0.99}).model.moe.load_imbalance == 1.0
     assert with_measured_load(config(), {LOAD_METRIC: float("nan")}) == with_measured_load(config(), {}) == config()
+
+
+def test_only_products_of_large_weights_are_8_bit() -> None:
+    """At the width of Qwen2.5-1.5B those of the MLP; on a device that computes them at twice the rate."""
+    shape = ModelShape(2, 1536, 8960, 12, 2, 128, 512)
+    mlp = 3 * 1536 * 8960
+    bf16 = model(shape)
+    fp8 = replace(bf16, large_units=bf16.large_units._replace(flops=2 * bf16.units.flops))
+    (slow,), (fast,) = (it.forward(micro()) for it in (bf16, fp8))
+    saved = shape.num_layers * 2 * mlp * (micro().tokens + bf16.units.half_rows) / (2 * bf16.units.flops)
+    assert slow.products - fast.products == pytest.approx(saved)
+    assert slow.attention == fast.attention

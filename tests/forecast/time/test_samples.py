@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
@@ -19,6 +20,7 @@ from hpcrl.forecast.time.samples import (
     generation_cost,
     grouped,
     imbalance,
+    micro_batch,
     occupied,
     packing,
     schedule,
@@ -38,6 +40,12 @@ def test_packing() -> None:
     for count in (16, 256, 1000):
         found = packing(varied, count, 1024)
         assert count * varied.mean / 1024 * 0.97 < found < count * varied.mean / 1024 * 1.2 + 2
+
+
+def test_micro_batches_have_the_rows_of_the_engine() -> None:
+    for rows in (8, 32):
+        built = replace(model(), row_multiple=rows)
+        assert micro_batch(built, Passes(1, 512, True), Lengths.fixed(41, 56))[0].tokens == {8: 104, 32: 128}[rows]
 
 
 def test_replicas_wait_for_the_one_with_most_tokens() -> None:
