@@ -19,7 +19,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
 from tools.gpu.models import DENSE, MIXTURE, REHEARSAL, shape_of
 from tools.gpu.outcome import Skip
-from tools.gpu.rates import DTYPE, drawn, graphed, products_of
+from tools.gpu.rates import DTYPE, drawn, experts_of, graphed, products_of
 from tools.gpu.training import trained
 from tools.gpu.weights import SHAPE
 
@@ -45,8 +45,7 @@ def products(world: World) -> str:
 def grouped(world: World) -> str:
     """Of the mixture, all experts with equally many rows."""
     print_head("grouped product")
-    each, whole = list(products_of(shape_of(MIXTURE), 512))[-2][0], 0
-    experts = shape_of(MIXTURE).routed.num_experts  # type: ignore[union-attr]
+    (each, _, experts), whole = experts_of(shape_of(MIXTURE), EXPERT_ROWS[-1]), 0
     for inner, outer in each.matrices:
         weight, x = drawn(world, experts, outer, inner), drawn(world, experts, EXPERT_ROWS[-1], inner)
 

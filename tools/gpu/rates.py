@@ -57,7 +57,10 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def ceilings(world: World) -> str:
-    return f"{measure_ceilings(world.device)} at {SIDE} cubed"
+    published = machine().device
+    bandwidth, flops = published.memory_bandwidth / 1e9, published.matmul["bfloat16"].flops / 1e12
+    found = f"{measure_ceilings(world.device)} at {SIDE} cubed"
+    return f"{found}; forecasts of {machine().name} have {bandwidth:,.0f} GB/s and {flops:.0f} TFLOP/s"
 
 
 def products_of(shape: ModelShape, rows: int) -> Iterator[tuple[Products, int]]:
@@ -66,6 +69,12 @@ def products_of(shape: ModelShape, rows: int) -> Iterator[tuple[Products, int]]:
     for block, count in blocks_of(shape.layers).items():
         yield from ((products, count) for products in block.computation(batch).products)
     yield Products(rows, (Matrix(shape.hidden_size, shape.padded_vocab_size),)), 1
+
+
+def experts_of(shape: ModelShape, tokens: int) -> tuple[Products, int, int]:
+    """The grouped products of a mixture's layer, and how many layers and experts it has."""
+    assert shape.routed is not None
+    return next((*it, shape.routed.num_experts) for it in products_of(shape, tokens) if it[0].groups > 1)
 
 
 def products(world: World) -> str:
@@ -87,8 +96,8 @@ def grouped(world: World) -> str:
     top, shape = measure_ceilings(world.device), shape_of(MIXTURE)
     print_head("grouped product")
     for tokens in EXPERT_ROWS:
-        each, count = next(it for it in products_of(shape, tokens) if it[0].groups > 1)
-        rows, experts = int(each.rows), shape.routed.num_experts if shape.routed else 1
+        each, count, experts = experts_of(shape, tokens)
+        rows = int(each.rows)
         ends = torch.randint(experts, (rows,), device=world.device).bincount(minlength=experts).cumsum(0).int()
         for inner, outer in each.matrices:
             weights = drawn(world, count, experts, outer, inner)

@@ -67,12 +67,12 @@ def draw_on_the_device() -> None:
 
 
 def on_the_device(
-    shape: ModelShape, name: str, size: tuple[int, ...], seed: int, initial: float | None = None
+    shape: ModelShape, name: str, global_shape: tuple[int, ...], seed: int, initial: float | None = None
 ) -> Tensor:
     """As `hpcrl.model.build.initial_weight`, but other numbers of the same deviation, on this process's device."""
-    few = initial_weight(shape, name, (min(FEW, size[0]), *size[1:]), seed, initial)
-    if few.numel() == math.prod(size):
+    few = initial_weight(shape, name, (min(FEW, global_shape[0]), *global_shape[1:]), seed, initial)
+    if few.numel() == math.prod(global_shape):
         return few
     if few.min() == few.max():
-        return torch.full(size, float(few.flatten()[0]))
-    return torch.empty(size, device=platform.device()).normal_(0.0, float(few.std()))
+        return torch.full(global_shape, float(few.flatten()[0]))
+    return torch.empty(global_shape, device=platform.device()).normal_(0.0, float(few.std()))
