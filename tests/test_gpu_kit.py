@@ -50,7 +50,7 @@ def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", script, *arguments], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", ["correct", "speed", "job"])
+@pytest.mark.parametrize("name", ["experts", "exact", "correct", "speed", "job", "engines"])
 @pytest.mark.parametrize("arguments", [["--rehearsal"], ["-o"], ["-o", "/no/such/folder/report.md"]])
 def test_a_wrong_argument_is_one_line(name: str, arguments: list[str]) -> None:
     ended = run(KIT / f"{name}.sh", *arguments)
@@ -77,6 +77,42 @@ def test_a_failed_check_is_reported_and_the_others_run(tmp_path: Path) -> None:
     assert first == "# hpcrl on a GPU: small"
     assert "no GPU: a rehearsal" in rest[0]
     assert [without_seconds(line) for line in rest[1:]] == SAID
+
+
+def test_what_has_passed_is_not_run_again(tmp_path: Path) -> None:
+    """In a second command with the same report, unless --again; what failed is."""
+    report, ran = tmp_path / "report.md", tmp_path / "ran"
+    (tmp_path / "note.sh").write_text(f'echo "$1" >>{ran}; printf "| a |\\n|---|\\n"; exit "$2"')
+    checks = [f'check "{name}" 5 bash {tmp_path}/note.sh {name} {code}' for name, code in (("good", 0), ("bad", 1))]
+    (tmp_path / "small.sh").write_text("\n".join([f"source {KIT}/common.sh", *checks, "finish"]))
+    arguments = "--rehearse", "-o", str(report)
+    first = run(tmp_path / "small.sh", *arguments)
+    again = run(tmp_path / "small.sh", *arguments)
+    assert first.returncode == again.returncode == 1
+    assert ran.read_text().split() == ["good", "bad", "bad"]
+    assert "passed before: good" in again.stdout
+    outcomes = [line for line in report.read_text().splitlines() if line.startswith(("- **", "1 passed"))]
+    assert [line.split(" (")[0].split(", in")[0] for line in outcomes] == [
+        *("- **pass** good", "- **fail** bad", "1 passed, 1 failed, 0 skipped")
+    ]
+    assert report.read_text().count("\n| a |\n") == 3  # two tables, and the log of what failed
+    run(tmp_path / "small.sh", *arguments, "--again")
+    assert ran.read_text().split() == ["good", "bad", "bad", "good", "bad"]
+
+
+@pytest.mark.parametrize(
+    "name, part, head",
+    [
+        ("experts", "^grouped products", "| grouped product | rows | us |"),
+        ("exact", "default workspaces", "| product | rows | same bits as at rows |"),
+    ],
+)
+def test_a_part_runs_alone_in_a_rehearsal(name: str, part: str, head: str, tmp_path: Path) -> None:
+    ended = run(KIT / f"{name}.sh", "--rehearse", "--only", part, "-o", str(tmp_path / "report.md"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    report = (tmp_path / "report.md").read_text()
+    assert report.count("- **pass**") == 1 and "1 passed, 0 failed, 0 skipped" in report
+    assert head in report
 
 
 def without_seconds(line: str) -> str:

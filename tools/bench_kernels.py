@@ -4,11 +4,11 @@
     python tools/bench_kernels.py --rehearse [NAME ...]
     python tools/bench_kernels.py --compile-only [NAME ...] [--chips 90]
 
-NAME is one of the files in tools/kernel_cases, such as rms_norm. The first form measures the ceilings (a copy, a matrix
-product) and then each case: median time, rate, the share of the floor, which is the time that the bytes and operations
-take at these ceilings, and the memory that was taken beside inputs and results. The second runs each case once, on a
-CPU and on small inputs, and prints no figures. The third compiles every kernel for three chips and prints registers,
-shared memory and spills.
+NAME is one of the files in tools/kernel_cases, such as rms_norm. The first form measures the ceilings (a copy, a
+reduction, which only reads, a matrix product) and then each case: median time, rate, the share of the floor, which is
+the longer of the times that the bytes and the operations take at these ceilings, and the memory that was taken beside
+inputs and results. The second runs each case once, on a CPU and on small inputs, and prints no figures. The third
+compiles every kernel for three chips and prints registers, shared memory and spills.
 """
 
 from __future__ import annotations
@@ -48,8 +48,16 @@ SMALL: dict[str, dict[str, Any]] = {  # constants of the case modules in a rehea
 
 
 class Ceilings(NamedTuple):
+    """bytes_per_second: of a copy, read and written. read_per_second: of what only reads."""
+
     bytes_per_second: float
+    read_per_second: float
     flops_per_second: float
+
+    def floor(self, case: Case) -> float:
+        """Seconds."""
+        bandwidth = self.read_per_second if case.only_reads else self.bytes_per_second
+        return max(case.nbytes / bandwidth, case.flops / self.flops_per_second)
 
 
 def measure(run: Callable[[], object]) -> float:
@@ -58,10 +66,11 @@ def measure(run: Callable[[], object]) -> float:
 
 
 def ceilings() -> Ceilings:
-    """Of a copy of 4 GiB and of a bf16 product of 8192 x 8192 random matrices."""
+    """Of a copy and a reduction of 4 GiB, and of a bf16 product of 8192 x 8192 random matrices."""
     x, y = torch.randint(2**60, (2, 2**29), device="cuda")
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    return Ceilings(2 * x.nbytes / measure(lambda: y.copy_(x)), 2 * 8192**3 / measure(lambda: a @ b))
+    copy, read = 2 * x.nbytes / measure(lambda: y.copy_(x)), x.nbytes / measure(x.view(torch.float32).amax)
+    return Ceilings(copy, read, 2 * 8192**3 / measure(lambda: a @ b))
 
 
 def extra_bytes(run: Callable[[], object]) -> int:
@@ -81,9 +90,10 @@ def bench(names: list[str]) -> NoReturn:
     torch._functorch.config.donated_buffer = False
     top = ceilings()
     complete = show(names, lambda case, run: figures(case, run, top))
-    copy, products = f"{top.bytes_per_second / 1e9:.0f} GB/s", f"{top.flops_per_second / 1e12:.0f} TFLOP/s"
+    copy, read = f"copy {top.bytes_per_second / 1e9:.0f} GB/s", f"reduction {top.read_per_second / 1e9:.0f} GB/s"
+    products = f"bf16 products {top.flops_per_second / 1e12:.0f} TFLOP/s"
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
-    print(f"\n{torch.cuda.get_device_name()}, {versions}, copy {copy}, bf16 products {products}")
+    print(f"\n{torch.cuda.get_device_name()}, {versions}, {copy}, {read}, {products}")
     sys.exit(0 if complete else 1)
 
 
@@ -128,9 +138,8 @@ def show(names: list[str], row: Callable[[Case, Callable[[], object]], str]) -> 
 def figures(case: Case, run: Callable[[], object], top: Ceilings) -> str:
     """The columns behind the names."""
     seconds, extra = measure(run), extra_bytes(run)
-    floor = max(case.nbytes / top.bytes_per_second, case.flops / top.flops_per_second)
     rates = f"{case.nbytes / seconds / 1e9:6.0f} | {case.flops / seconds / 1e12:7.1f}"
-    return f"{seconds * 1e3:8.3f} | {rates} | {floor / seconds:8.0%} | {extra / 2**20:9.0f} |"
+    return f"{seconds * 1e3:8.3f} | {rates} | {top.floor(case) / seconds:8.0%} | {extra / 2**20:9.0f} |"
 
 
 def what(error: Exception) -> str:

@@ -1,6 +1,8 @@
-# What correct.sh, speed.sh and job.sh share, to be sourced first: options, environment, and checks that write a report.
-#   tools/gpu/SCRIPT.sh [--rehearse] [--only PATTERN] [-o REPORT.md]
-# PATTERN is an extended regular expression: checks with other titles are left out.
+# What the scripts share, to be sourced first: options, environment, and checks that write a report.
+#   tools/gpu/SCRIPT.sh [--rehearse] [--again] [--only PATTERN] [-o REPORT.md]
+# PATTERN is an extended regular expression: checks with other titles are left out. Checks that have passed in a report
+# of the same commit and GPU are not run again, so that a second command continues where the first one ended; --again
+# runs all of them and begins a new report.
 # PYTHON names the interpreter (.venv/bin/python, else python3), WHEELS the folder that wheels.sh filled (.wheels).
 # Exit code: 0 all checks passed, 1 one of them failed, 2 there is no GPU or a wrong argument.
 # LOGS names a folder that keeps the output of each check.
@@ -9,15 +11,17 @@ set -euo pipefail
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 script=$(basename "$0" .sh)
-usage="expected tools/gpu/$script.sh [--rehearse] [--only PATTERN] [-o REPORT.md]"
+usage="expected tools/gpu/$script.sh [--rehearse] [--again] [--only PATTERN] [-o REPORT.md]"
 die() { printf '%s: error: %s\n' "$script" "$*" >&2; exit 2; }
 
 rehearsal=no
+again=no
 only=
 report=gpu_$script.md
 while (($#)); do
     case $1 in
     --rehearse) rehearsal=yes ;;
+    --again) again=yes ;;
     -o | --only)
         (($# > 1)) || die "$1 has no value; $usage"
         if [[ $1 == -o ]]; then report=$2; else only=$2; fi
@@ -91,12 +95,21 @@ beside() {
 
 line() { printf '%s\n' "$*" | tee -a "$report"; } # at once, as checks may run side by side
 
+# tables LOG: lines that begin with |, with an empty line before the head of another table
+tables() {
+    awk '/^\|/ { if (held != "") { if (/^\|---/ && count++) print ""; print held }; held = $0 } END { if (held) print held }' "$1"
+}
+
 # check TITLE SECONDS COMMAND...: run COMMAND for at most SECONDS and note how it ended. Its last line `pass: ...`,
 # `fail: ...` or `skip: ...` is the detail, or its last line; lines that begin with | are a table for the report.
 check() {
     local title=$1 limit=$2 started=$SECONDS code=0 outcome=pass said left=$((budget - SECONDS)) log
     shift 2
     [[ $title =~ $only ]] || return 0
+    if grep -qF -- "- **pass** $title (" "$report"; then
+        printf 'passed before: %s\n' "$title"
+        return
+    fi
     if ((left < 5)); then
         line "- **fail** $title: not run: the time of all checks is used up"
         return
@@ -117,7 +130,7 @@ check() {
     *) outcome=fail said="fail: ended with code $code" ;;
     esac
     local block="- **$outcome** $title ($((SECONDS - started)) s): ${said#*: }" table
-    table=$(grep '^|' "$log" || true)
+    table=$(tables "$log")
     [[ -z $table ]] || block+=$'\n\n'$table$'\n'
     [[ $outcome != fail ]] || block+=$'\n```\n'$(tail -n 25 "$log" | cut -c 1-500)$'\n```'
     line "$block"
@@ -134,8 +147,19 @@ finish() {
     exit $((counts[1] > 0))
 }
 
-: >"$report"
-line "# hpcrl on a GPU: $script"
-line ""
-line "$(date -u '+%Y-%m-%d %H:%M UTC'), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $hardware"
-line ""
+# What passed in the report stays, if it is of this commit and GPU.
+commit=$(git describe --always --dirty --exclude '*' 2>/dev/null || echo unknown)
+if [[ $commit == *-dirty || $commit == unknown ]]; then
+    commit+=-$(find hpcrl kernels tests tools -type f \( -name '*.py' -o -name '*.sh' \) -print0 | sort -z | xargs -0 cat | cksum | cut -d ' ' -f 1)
+fi
+if [[ $again == no ]] && grep -qF "commit $commit, $hardware" "$report"; then
+    kept=$(awk '/^- \*\*/ { keep = /^- \*\*pass/ } /^[0-9]+ passed, / { keep = 0 } NR <= 4 || keep' "$report")
+    printf '%s\n\n' "$kept" >"$report"
+    cat "$report"
+else
+    : >"$report"
+    line "# hpcrl on a GPU: $script"
+    line ""
+    line "$(date -u '+%Y-%m-%d %H:%M UTC'), commit $commit, $hardware"
+    line ""
+fi

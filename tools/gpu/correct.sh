@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Does hpcrl compute the right thing on this machine's GPU? Checks in an order in which each builds on those before it.
-#   tools/gpu/correct.sh [--rehearse] [--only PATTERN] [-o REPORT.md]   options, variables and exit code: common.sh
+#   tools/gpu/correct.sh [--rehearse] [--again] [--only PATTERN] [-o REPORT.md]   options and exit code: common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 # run TITLE SECONDS MODULE FUNCTION [--deterministic]: a check of one rank
@@ -16,26 +16,31 @@ run_two() {
 }
 
 workers=2
-[[ $rehearsal == yes ]] || workers=6
-kernels=(-q -p no:cacheprovider -n "$workers" --dist worksteal tests/kernels --ignore tests/kernels/test_compile_only.py)
+[[ $rehearsal == yes ]] || workers=4
+kernels=(-m pytest -q -p no:cacheprovider -n "$workers" --dist worksteal)
+long=(tests/kernels/test_{decode_attention,linear_log_prob,packed_attention,rms_norm,sampling}.py)
+short=(tests/kernels --ignore tests/kernels/test_compile_only.py "${long[@]/#/--ignore=}")
 mpi=(-m pytest -q -m "")
 
-run "packages, chip, shared memory" 90 machine versions_with_tests
+run "packages, chip, shared memory" 60 machine versions_with_tests
 check "hpcrl check" 60 "${one[@]}" -m hpcrl check
 # The others side by side: each needs little of the GPU, and a core or two for imports and compilation.
-beside check "kernels against references" 200 "${one[@]}" -m pytest "${kernels[@]}"
-beside check "memory of kernels" 240 "${one[@]}" -m tools.gpu.sanitizer
-beside run "native engine, CUDA graphs, before and after sleep" 120 native graphs
-beside run "GRPO, bf16" 180 runs grpo_bf16
-beside run "training engine, bf16" 120 training bf16
-beside run_two "refit between two ranks" 120 -m tools.gpu.check tools.gpu.refit layouts
-beside run_two "TP2, PP2 and DP2 against one rank" 200 "${mpi[@]}" tests/mpi/test_training.py -k layouts_agree
-beside run "save and resume against uninterrupted" 180 runs resume --deterministic
-beside run "native engine, eager" 120 native eager
-beside run "training engine, fp32" 120 training fp32
-beside run "GRPO, fp32" 180 runs grpo_fp32
-beside run "offload against none" 180 runs offload --deterministic
-beside run_two "ten steps of a TP2 actor and a TP1 engine" 180 "${mpi[@]}" tests/mpi/test_training.py -k over_ten_steps
-beside run "NCCL's timeout" 120 nccl timeout
+beside check "kernels against references, long ones" 100 "${one[@]}" "${kernels[@]}" "${long[@]}"
+beside check "kernels against references, the others" 100 "${one[@]}" "${kernels[@]}" "${short[@]}"
+for part in 1 2 3; do
+    beside check "memory of kernels, part $part" 100 "${one[@]}" -m tools.gpu.sanitizer "$part" 3
+done
+beside run "native engine, CUDA graphs, before and after sleep" 100 native graphs
+beside run "GRPO, bf16" 100 runs grpo_bf16
+beside run "training engine, bf16" 100 training bf16
+beside run_two "refit between two ranks" 100 -m tools.gpu.check tools.gpu.refit layouts
+beside run_two "TP2, PP2 and DP2 against one rank" 100 "${mpi[@]}" tests/mpi/test_training.py -k layouts_agree
+beside run "save and resume against uninterrupted" 100 runs resume --deterministic
+beside run "native engine, eager" 100 native eager
+beside run "training engine, fp32" 100 training fp32
+beside run "GRPO, fp32" 100 runs grpo_fp32
+beside run "offload against none" 100 runs offload --deterministic
+beside run_two "ten steps of a TP2 actor and a TP1 engine" 100 "${mpi[@]}" tests/mpi/test_training.py -k over_ten_steps
+beside run "NCCL's timeout" 60 nccl timeout
 wait
 finish

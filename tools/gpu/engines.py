@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit
+from hpcrl.forecast.memory.memory import TrainingPlan
 from hpcrl.model.params import shards
 from hpcrl.rollout.engines.engine import engine_of
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
@@ -22,8 +22,9 @@ from hpcrl.runtime.groups import GroupCache, make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from tools.gpu import decode
+from tools.gpu.models import DENSE, REHEARSAL, config_of, shape_of
 from tools.gpu.outcome import require
-from tools.gpu.qwen import CONFIG, REHEARSAL, SMALL, shape
+from tools.gpu.rates import measure_ceilings
 from tools.gpu.refit import REPETITIONS, copy_seconds
 
 NAMES = ("native", "vllm")
@@ -36,8 +37,8 @@ class Side:
     """An engine whose weights come by refit from the same megatron tensors."""
 
     def __init__(self, world: World, name: str) -> None:
-        config = config_of(name)
-        layout, model, dtype = Layout((world.rank,)), shape(), getattr(torch, DTYPE)
+        config = settings(name)
+        layout, model, dtype = Layout((world.rank,)), shape_of(DENSE), getattr(torch, DTYPE)
         groups = make_groups({"rollout": layout}, world.rank, GroupCache(world.rank))["rollout"]
         self.engine: RolloutEngine = engine_of(config).make(groups, model, config, ranks_on_node=1)
         plan = Resharding(model, layout, layout, dtype.itemsize, engine_shards=engine_of(config).layout)
@@ -67,13 +68,11 @@ class Side:
         return self.engine.generate(requests, sampling, seed=0, step=0)
 
 
-def config_of(engine: str) -> Config:
-    small = [f"model.{key}={value}" for key, value in SMALL.items()] if REHEARSAL else []
+def settings(engine: str) -> Config:
     rows = max(PROMPTS * SAMPLES, *decode.ROWS)
-    size = ["rollout.kv_cache_gib=0.1"] if REHEARSAL else ["rollout.kv_cache_gib=24"]
     lengths = [f"data.max_prompt_length={PROMPT_LENGTH}", f"data.max_response_length={max(LENGTH, decode.STEPS)}"]
     own = [f"rollout.engine={engine}", f"rollout.dtype={DTYPE}", f"rollout.max_num_seqs={rows}"]
-    return load_config(CONFIG, [*own, *size, *lengths, *small])
+    return config_of(DENSE, *own, "rollout.kv_cache_gib=24", *lengths)
 
 
 def tokens(world: World) -> str:
@@ -106,16 +105,15 @@ def rollouts(world: World) -> str:
 
 def steps(world: World) -> str:
     """A decode step of each engine at some rows and contexts, beside the floor of its bytes."""
-    top, best = decode.bandwidth(world.device), {}
+    top, best, job = measure_ceilings(world.device), {}, TrainingPlan(config_of(DENSE))
     decode.print_head()
     for name in NAMES:
         side, shares = Side(world, name), []
-        nbytes = sum(weight.nbytes for weight in side.engine.weights().values())
         for context, rows in itertools.product(decode.CONTEXTS, decode.ROWS):
             generate = partial(decode.native_generate, side.engine, rows, context)
             step = decode.measured(world, generate, f"{name}.{rows}.{context}")
-            least = decode.floor(nbytes, rows, context, top)
-            decode.print_step(name, rows, context, step, least)
+            least = decode.floor(shape_of(DENSE), rows, context, top)
+            decode.print_step(name, rows, context, step, least, decode.forecast(job, rows, context))
             shares.append(least / step.seconds)
         best[name] = max(shares)
         side.engine.sleep()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # vLLM inside a rank beside the native engine on this machine's GPU: tokens, rollouts, decode steps, refit, GRPO of 1.5B.
-#   PYTHON=.venv-vllm/bin/python tools/gpu/engines.sh [--rehearse] [--only PATTERN] [-o REPORT.md]
+#   PYTHON=.venv-vllm/bin/python tools/gpu/engines.sh [--rehearse] [--again] [--only PATTERN] [-o REPORT.md]
 # PYTHON is of an environment with vLLM (tools/vllm_environment.sh). Options, variables and exit code: common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -13,12 +13,10 @@ run "decode steps" 180 steps
 
 "$python" tools/prepare_countdown.py --out "$work/data" --sft-rows 64 >/dev/null
 job=(run.dir="$work/runs" "data.train_files=[$work/data/train.parquet]" trainer.total_training_steps=3)
-if [[ $rehearsal == yes ]]; then
-    job+=(model.num_layers=2 model.hidden_size=64 model.ffn_hidden_size=128 model.num_attention_heads=2)
-    job+=(model.vocab_size=512 data.train_batch_size=4 actor.ppo_mini_batch_size=4 data.max_response_length=8)
-    job+=(rollout.kv_cache_gib=0.1 model.dtype=float32)
-fi
+small=()
+[[ $rehearsal == no ]] || small=(model.dtype=float32) # which vLLM has on a CPU
 for engine in vllm native; do
-    check "GRPO of three steps, $engine" 120 "${one[@]}" tools/gpu/job.py "grpo_$engine" "${job[@]}" "rollout.engine=$engine"
+    check "GRPO of three steps, $engine" 120 "${one[@]}" tools/gpu/job.py tools/gpu/grpo_1_5b.yaml \
+        "grpo_$engine" "${job[@]}" "${small[@]}" "rollout.engine=$engine"
 done
 finish

@@ -1,7 +1,8 @@
-"""Train a template, then print a row of its figures: `python tools/gpu/job.py NAME [key=value ...]`.
+"""Train a template, then print a row of its figures: `python tools/gpu/job.py TEMPLATE NAME [key=value ...]`.
 
-Means over the steps between the first, which compiles and captures, and the last, which is left out where a profile is
-taken of it. `plan` is what `hpcrl plan` expects at most, beside the peak that torch's allocator had.
+Means over the steps after the first, which compiles and captures, without one of which a profile is taken. The second
+row is the forecast: times for the chip's published figures, and what `hpcrl plan` expects at most. Weights are drawn on
+the device.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.config.loader import load_config
 from hpcrl.forecast.memory.fixes import tightest
 from hpcrl.forecast.memory.memory import GIB, TrainingPlan
+from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.step import predict
 from hpcrl.runtime.job import run_directory
-from tools.gpu.qwen import CONFIG
+from tools.gpu.models import config_of, machine, rehearsed
 
 # Title of a column, metric, how it is written.
 COLUMNS = (
@@ -42,29 +44,41 @@ PEAKS = (
 Line = dict[str, float]
 
 
-def main(name: str, overrides: Sequence[str]) -> int:
-    overrides = [*overrides, f"run.name={name}"]
-    code = subprocess.run([sys.executable, "-m", "hpcrl", "train", str(CONFIG), *overrides]).returncode
+def main(template: Path, name: str, overrides: Sequence[str]) -> int:
+    overrides = [*overrides, f"run.name={name}", *rehearsed(template)]
+    train = [sys.executable, str(Path(__file__).with_name("train.py")), "train", str(template), *overrides]
+    code = subprocess.run(train).returncode
     if code:
         print(f"fail: hpcrl train ended with code {code}")
         return code
-    config = load_config(CONFIG, overrides)
+    config = config_of(template, *overrides)
     folder = run_directory(config)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    planned = tightest(TrainingPlan(config).rows()).total / GIB
-    head, row = table(lines, planned)
-    print(f"| {' | '.join(head)} |\n|{'---:|' * len(head)}\n| {' | '.join(row)} |")
     traces = ", ".join(path.name for path in sorted(folder.glob("profile/*")))
+    steady = [line for line in lines[1:] if line["training/global_step"] not in config.trainer.profile_steps] or lines
+    print_table(steady, lines, TrainingPlan(config))
     print(f"pass: {len(lines)} steps" + f", profile {traces}" * bool(traces))
     return 0
 
 
-def table(lines: list[Line], planned: float) -> tuple[list[str], list[str]]:
-    """Titles and cells; `-` where there is no such metric."""
-    steady = lines[1:-1] or lines
+def print_table(steady: list[Line], lines: list[Line], job: TrainingPlan) -> None:
+    """`-` where there is no such metric or forecast."""
+    expected = forecast(job)
     cells = [cell(steady, metric, form, statistics.mean) for _, metric, form in COLUMNS]
     cells += [cell(lines, metric, form, max) for _, metric, form in (*GAPS, *PEAKS)]
-    return [title for title, _, _ in (*COLUMNS, *GAPS, *PEAKS)] + ["plan"], [*cells, f"{planned:.1f}"]
+    planned = [cell([expected], metric, form, max) for _, metric, form in (*COLUMNS, *GAPS, *PEAKS)]
+    titles = ["", *(title for title, _, _ in (*COLUMNS, *GAPS, *PEAKS))]
+    print(f"| {' | '.join(titles)} |\n|---|{'---:|' * (len(titles) - 1)}")
+    print(f"| measured | {' | '.join(cells)} |\n| forecast | {' | '.join(planned)} |")
+
+
+def forecast(job: TrainingPlan) -> Line:
+    """Of hpcrl.forecast, by metric; responses as long as they may be."""
+    data = job.config.data
+    found = predict(job, machine(), Lengths.fixed(data.max_prompt_length, data.max_response_length))
+    line = {f"timing_s/{name}": seconds for name, seconds in found.phases.items()}
+    peak = tightest(job.rows()).total / GIB
+    return line | {"timing_s/step": found.step, "perf/throughput": found.tokens_per_second, PEAKS[0][1]: peak}
 
 
 def cell(lines: list[Line], metric: str, form: str, over) -> str:
@@ -73,4 +87,4 @@ def cell(lines: list[Line], metric: str, form: str, over) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).name, sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -17,8 +17,8 @@ from hpcrl.model.params import shards
 from hpcrl.runtime import accelerator
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
+from tools.gpu.models import DENSE, shape_of
 from tools.gpu.outcome import Skip, require
-from tools.gpu.qwen import shape
 from tools.gpu.weights import SHAPE, held, whole_weights
 
 REPETITIONS = 6  # the first is left out
@@ -68,7 +68,7 @@ def named(layout: Layout) -> str:
 
 def speed(world: World) -> str:
     """Of one rank's 1.5B weights into an engine's own buffers, beside a copy of as many bytes."""
-    model, layout = shape(), Layout((world.rank,))
+    model, layout = shape_of(DENSE), Layout((world.rank,))
     table = shards(model)
     source = {shard.name: torch.empty(shard.local_shape, dtype=torch.bfloat16, device=world.device) for shard in table}
     for weight in source.values():

@@ -1,4 +1,4 @@
-"""compute-sanitizer's memcheck over a small test of each kernel."""
+"""compute-sanitizer's memcheck over a small test of each kernel: `python -m tools.gpu.sanitizer PART PARTS`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TESTS = (
 )
 
 
-def main() -> str:
-    """The same tests without the sanitizer in a rehearsal."""
+def main(part: int, parts: int) -> str:
+    """The same tests without the sanitizer in a rehearsal. part: from 1 on."""
     command = [
         sys.executable,
         "-m",
@@ -34,7 +34,7 @@ def main() -> str:
         "-q",
         "-p",
         "no:cacheprovider",
-        *(f"tests/kernels/{name}" for name in TESTS),
+        *(f"tests/kernels/{name}" for name in TESTS[part - 1 :: parts]),
     ]
     environment = dict(os.environ)
     rehearsal = os.environ.get("HPCRL_GPU_REHEARSAL") == "1"
@@ -60,7 +60,7 @@ def main() -> str:
 
 if __name__ == "__main__":
     try:
-        print(f"pass: {main()}")
+        print(f"pass: {main(*map(int, sys.argv[1:]))}")
     except Skip as skipped:
         print(f"skip: {skipped}")
         sys.exit(77)

@@ -54,6 +54,7 @@ def _case(
         runs,
         read + queries.nbytes + queries.nbytes // width * values.size(-1),
         2 * num_read * per_head * (width + values.size(-1)),
+        only_reads=True,
     )
 
 
