@@ -118,6 +118,11 @@ class ExpertWeights:
         first = self.each[-1 if self.is_reversed else 0]
         return self._stack is None or self._stack[0].data_ptr() == first.data_ptr()
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether a host has to read how many rows each expert has."""
+        return self._stack is None or not _has_grouped_product(self.each[0].device, self.each[0].dtype)
+
     def of(self, order: Order) -> Sequence[Tensor]:
         """Return the weights, in an order of experts."""
         return self.each[::-1] if order.is_reversed else self.each

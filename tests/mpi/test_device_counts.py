@@ -138,6 +138,14 @@ def test_experts_wait_in_no_layer(counted, shape, options):
         assert log_probs.to_device == 1 and log_probs.to_host == log_probs.synchronisations == 2
 
 
+def test_experts_of_several_ranks_wait_once_in_a_layer(counted):
+    """And where this test's backend copies what it sends through the host: the numbers of rows, the rows, their weights
+    and the outputs; in the backward pass the gradients of the last three."""
+    flat, deep = (counted(Work(2, 1, layers), shape=EXPERTS, layout="ep2") for layers in (2, 4))
+    update, log_probs = ((more.to_host - less.to_host) // 2 for less, more in zip(flat, deep, strict=True))
+    assert (update, log_probs) == (1 + 4 + 3, 1 + 4)
+
+
 def test_launches_of_a_micro_batch_do_not_depend_on_the_number_of_experts(counted):
     few, many = (
         [counted(Work(2 * micros, micros), shape=replace(EXPERTS, num_experts=experts)) for micros in (1, 2)]

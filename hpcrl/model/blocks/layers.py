@@ -246,6 +246,7 @@ class FeedForwardStep:
     """A feed-forward network in rollout."""
 
     num_chosen = 0
+    needs_host = False
 
     def __init__(
         self,

@@ -72,6 +72,10 @@ class GroupedExperts:
         outputs = grouped_linear(self.fc2, order, inner, weights, operand=self.scaled)
         return self.sum(outputs, order, weights)
 
+    @property
+    def needs_host(self) -> bool:
+        return self.fc1.needs_host or self.fc2.needs_host
+
     def order(self, ids: Tensor) -> Order:
         return Order(ids, len(self.fc1.each), self.fc1.is_reversed)
 
@@ -315,6 +319,11 @@ class MixtureStep:
         names = [f"mlp.experts.local_experts.{number}.linear_" for number in range(block.num_experts)]
         of_experts = ([weight(name + kind) for name in names] for kind in kinds)
         self._experts = GroupedExperts(block, *of_experts, adds_bias=tp.rank == 0)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a step reads numbers of the device, so that it cannot be captured in a CUDA graph."""
+        return self._experts.needs_host
 
     def __call__(self, x: Tensor, chosen: list[Tensor] | None = None) -> Tensor:
         """Map x (n, hidden) to this rank's part of the weighted sum of each token's experts (n, hidden). Appends the

@@ -147,7 +147,7 @@ class Decoder:
         return [self._layer(number, layer) for number, layer in enumerate(self._shape.layers)]
 
     def _bind(self) -> None:
-        for bound in ("_layers", "_before_next"):
+        for bound in ("_layers", "_before_next", "needs_host"):
             vars(self).pop(bound, None)
         self._embedding = self.weights[EMBEDDING]
         self._head = self.weights[EMBEDDING if self._shape.tie_word_embeddings else OUTPUT_LAYER]
@@ -169,6 +169,11 @@ class Decoder:
         shape, weight = self._shape, self.weights["decoder.final_layernorm.weight"]
         final = NormStep(weight, shape.rms_norm_eps, shape.layers[-1].norms.zero_centered)
         return [*(layer.before for layer in self._layers[1:]), final]
+
+    @cached_property
+    def needs_host(self) -> bool:
+        """Whether a decode step reads numbers of the device, so that it cannot be captured in a CUDA graph."""
+        return any(layer.mlp is not None and layer.mlp.needs_host for layer in self._layers)
 
     @property
     def routing_width(self) -> int:

@@ -76,8 +76,7 @@ class NativeEngine:
             self._begin: Callable[..., GenerateCall] = partial(RowCall, self._decoder, self._cache, **options)
         else:
             self._cache = KVCache(layout, size, BLOCK_SIZE, max_num_seqs, dtype, device)
-            # No graphs with experts: the host reads how many tokens each of them has.
-            graphed = device.type == "cuda" and has_kernels and not enforce_eager and shape.routed is None
+            graphed = device.type == "cuda" and has_kernels and not enforce_eager
             self._paged = PagedDecode(self._decoder, self._cache, max_num_seqs, width, is_graphed=graphed)
             self._begin = partial(PagedCall, self._decoder, self._cache, paged=self._paged, **options)
 

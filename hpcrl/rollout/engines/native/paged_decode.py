@@ -145,7 +145,7 @@ class DecodeGraphs:
 
     def __call__(self, size: int, sampling: SamplingParams) -> Tensor:
         """Return what `run` returns; the next call overwrites it."""
-        key = size, sampling.temperature, sampling.top_k, sampling.top_p
+        key = size, sampling.temperature, sampling.top_k, sampling.top_p, sampling.routed_experts
         if key not in self._graphs:
             self._graphs[key] = self._capture(size, sampling)
         graph, results = self._graphs[key]
@@ -211,7 +211,7 @@ class PagedDecode:
     def launch(self, num_rows: int, sampling: SamplingParams) -> StepInFlight:
         """Launch a step of rows 0..num_rows-1. Their sequences must have room in the cache for one more token."""
         self.state.push(num_rows)
-        if self._graphs is not None:
+        if self._graphs is not None and not self._decoder.needs_host:
             results = self._graphs(graph_size(num_rows), sampling)
         else:
             results = self._run(num_rows, sampling)
