@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn.functional import embedding_bag
 
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.fp32_product import add_product, sums_in_fp32
+from hpcrl.kernels.onednn import multiply_into
 
 ALIGNMENT = 16  # bytes, of the strides of a grouped product
 
@@ -27,28 +28,34 @@ class Order:
     """The order by expert of n tokens with k experts each. A row is a token at one of its experts: R = n k rows.
 
     experts: int64 (R,), ascending, counted from the last expert if `is_reversed`. tokens: int64 (R,), of each row.
-    rows: int64 (n, k), where each token's rows are. ends: int32 (E,), the end of each expert's rows.
+    index: int64 (R,), of each row in (n, k). rows: int64 (n, k), where each token's rows are. ends: int32 (E,), the end
+    of each expert's rows.
     """
 
     def __init__(self, ids: Tensor, num_experts: int, is_reversed: bool = False) -> None:
         """ids: int64 (n, k)."""
         self.is_reversed = is_reversed
         flat = num_experts - 1 - ids.flatten() if is_reversed else ids.flatten()
-        self.experts, order = flat.sort(stable=True)
-        self.tokens = order if ids.size(1) == 1 else order // ids.size(1)
-        self.rows = torch.empty_like(order).scatter_(0, order, _count_up(len(order), order)).view(ids.shape)
-        self.ends = torch.searchsorted(self.experts, _count_up(num_experts, order), right=True, out_int32=True)
+        self.num_experts = num_experts
+        self.experts, self.index = flat.sort(stable=True)
+        self.tokens = self.index if ids.size(1) == 1 else self.index // ids.size(1)
+        self.rows = torch.empty_like(flat).scatter_(0, self.index, _count_up(len(flat), flat)).view(ids.shape)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        experts = _count_up(self.num_experts, self.experts)
+        return torch.searchsorted(self.experts, experts, right=True, out_int32=True)
 
     @cached_property
     def counts(self) -> list[int]:
         """The number of rows of each expert. A host waits for them."""
-        ends = self.ends.tolist()
-        return [end - first for first, end in zip((0, *ends), ends, strict=False)]
+        counts: list[int] = torch.bincount(self.experts, minlength=self.num_experts).tolist()
+        return counts
 
     @cached_property
     def is_of_expert(self) -> Tensor:
         """Bool (R, E)."""
-        return self.experts.unsqueeze(1) == _count_up(len(self.ends), self.experts)
+        return self.experts.unsqueeze(1) == _count_up(self.num_experts, self.experts)
 
     def gather(self, x: Tensor) -> Tensor:
         """(n, ...) of tokens -> (R, ...) of rows."""
@@ -56,7 +63,7 @@ class Order:
 
     def of_rows(self, numbers: Tensor) -> Tensor:
         """(n, k) of tokens -> (R,) of rows."""
-        return numbers.new_zeros(len(self.tokens)).scatter(0, self.rows.flatten(), numbers.flatten())
+        return _OfRows.apply(numbers, self)
 
     def sum(self, y: Tensor) -> Tensor:
         """(R, width) of rows -> (n, width) of tokens, the sums of their rows."""
@@ -76,6 +83,18 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _sum_rows(grad, ctx.order), None
+
+
+class _OfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return numbers.flatten().index_select(0, order.index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rows = ctx.order.rows
+        return grad.index_select(0, rows.flatten()).view(rows.shape), None
 
 
 class _Sum(torch.autograd.Function):
@@ -121,7 +140,8 @@ class ExpertWeights:
     @property
     def needs_host(self) -> bool:
         """Whether a host has to read how many rows each expert has."""
-        return self._stack is None or not _has_grouped_product(self.each[0].device, self.each[0].dtype)
+        device = self.each[0].device
+        return device.type == "cpu" or self._stack is None or not _has_grouped_product(device, self.each[0].dtype)
 
     def of(self, order: Order) -> Sequence[Tensor]:
         """Return the weights, in an order of experts."""
@@ -167,95 +187,159 @@ def place_in_stack(weights: Sequence[torch.nn.Parameter]) -> None:
         weight.data = place
 
 
-def grouped_linear(
-    weights: ExpertWeights, order: Order, *inputs: Tensor, operand: Callable[..., Tensor] | None = None
-) -> Tensor:
-    """Return the rows of a = operand(*inputs) (R, k), or of the only input, times their expert's matrix transposed:
-    (R, m).
+class Operand(NamedTuple):
+    """How rows that are multiplied are computed. It is done again in the backward pass.
 
-    2 R k m operations forward, and each of the two products in the backward pass as many. For it `inputs` are kept, and
-    `operand` is computed again. Gradients of weights are added to fp32 sums, where megatron's linear layers do so.
+    The only input is `a` (R, k) itself; or with `gathers` x (n, k) of tokens, whose rows are gathered; or a row of `a`
+    is computed from a row of each input by `function`.
+    """
+
+    gathers: bool = False
+    function: Callable[..., Tensor] | None = None
+
+    def rows(self, inputs: Sequence[Tensor], order: Order) -> Sequence[Tensor]:
+        return [inputs[0].index_select(0, order.tokens)] if self.gathers else inputs
+
+    def __call__(self, rows: Sequence[Tensor]) -> Tensor:
+        return rows[0] if self.function is None else self.function(*rows)
+
+    def backward(
+        self, rows: Sequence[Tensor], needed: Sequence[bool], grad: Tensor | None
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Return `a`, and the gradients of the rows that are needed, from that of `a`. Without `rows`, which only a
+        function needs, there is no `a`."""
+        if self.function is None:
+            return (rows[0] if rows else None), [grad]
+        leaves = [part.detach().requires_grad_(need) for part, need in zip(rows, needed, strict=True)]
+        with torch.enable_grad():
+            a = self.function(*leaves)
+        found = iter(
+            torch.autograd.grad(a, [leaf for leaf in leaves if leaf.requires_grad], grad) if any(needed) else ()
+        )
+        return a.detach(), [next(found) if need else None for need in needed]
+
+
+ITSELF, OF_TOKENS = Operand(), Operand(gathers=True)
+
+
+def grouped_linear(weights: ExpertWeights, order: Order, *inputs: Tensor, operand: Operand = ITSELF) -> Tensor:
+    """Return the rows of a (R, k), which is `operand` of the inputs, times their expert's matrix transposed: (R, m).
+
+    2 R k m operations forward, and each of the two products in the backward pass as many. For it `inputs` are kept.
+    Gradients of weights are added to fp32 sums, where megatron's linear layers do so.
     """
     if not torch.is_grad_enabled():
-        return _product(inputs[0] if operand is None else operand(*inputs), weights, order)
-    return _GroupedLinear.apply(weights, order, operand, len(inputs), *inputs, *weights.each)
+        return _product(operand, operand.rows(inputs, order), weights, order)
+    return _GroupedLinear.apply(operand, weights, order, len(inputs), *inputs, *weights.each)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, weights: ExpertWeights, order: Order, operand: Callable[..., Tensor] | None, count: int, *tensors: Any
-    ) -> Tensor:
+    def forward(ctx: Any, operand: Operand, weights: ExpertWeights, order: Order, count: int, *tensors: Any) -> Tensor:
         inputs = tensors[:count]
-        ctx.weights, ctx.order, ctx.operand, ctx.count = weights, order, operand, count
-        if operand is not None or any(ctx.needs_input_grad[4 + count :]):
+        ctx.operand, ctx.weights, ctx.order, ctx.count = operand, weights, order, count
+        if operand.function is not None or any(ctx.needs_input_grad[4 + count :]):
             ctx.save_for_backward(*inputs)
-        return _product(inputs[0] if operand is None else operand(*inputs), weights, order)
+        return _product(operand, operand.rows(inputs, order), weights, order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[4 : 4 + ctx.count]
+        operand, weights, order = ctx.operand, ctx.weights, ctx.order
+        needed, needs_weights = ctx.needs_input_grad[4 : 4 + ctx.count], any(ctx.needs_input_grad[4 + ctx.count :])
         grad = grad.contiguous()  # the grouped product does not read expanded ones
-        grad_a = _product(grad, ctx.weights, ctx.order, transposed=True) if any(needed) else None
-        inputs, a = [], None
-        if ctx.saved_tensors:
-            inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
-            with torch.enable_grad():
-                a = inputs[0] if ctx.operand is None else ctx.operand(*inputs)
-        of_inputs: list[Tensor | None] = [grad_a]
-        if a is not None and ctx.operand is not None and grad_a is not None:
-            found = iter(torch.autograd.grad(a, [x for x in inputs if x.requires_grad], grad_a))
-            of_inputs = [next(found) if need else None for need in needed]
-        del grad_a, inputs
-        of_weights: Sequence[Tensor | None] = [None] * len(ctx.weights.each)
-        if any(ctx.needs_input_grad[4 + ctx.count :]):
-            assert a is not None
-            of_weights = _weight_gradients(grad, a.detach(), ctx.weights, ctx.order)
-        return None, None, None, None, *of_inputs, *of_weights
+        rows = operand.rows(ctx.saved_tensors, order) if ctx.saved_tensors else ()
+        gradients = _gradients_by_expert if _stack_for(grad, weights, order) is None else _gradients
+        of_rows, of_weights = gradients(operand, rows, needed, grad, weights, order, needs_weights)
+        if operand.gathers:
+            of_rows = [None if part is None else _sum_rows(part, order) for part in of_rows]
+        return None, None, None, None, *of_rows, *of_weights
 
 
-def _product(a: Tensor, weights: ExpertWeights, order: Order, *, transposed: bool = False) -> Tensor:
-    """Return the rows of `a` (R, k) times their expert's matrix transposed, or of (R, m) times the matrix itself."""
-    if (stack := _stack_for(a, weights, order)) is not None:
-        return torch.nn.functional.grouped_mm(a, stack if transposed else stack.transpose(1, 2), offs=order.ends)
-    parts = [
-        part @ (weight if transposed else weight.t())
-        for weight, part in zip(weights.of(order), a.split(order.counts), strict=True)
-        if len(part)
-    ]
-    return torch.cat(parts) if parts else a.new_empty(0, weights.each[0].size(1 if transposed else 0))
+def _product(operand: Operand, rows: Sequence[Tensor], weights: ExpertWeights, order: Order) -> Tensor:
+    if (stack := _stack_for(rows[0], weights, order)) is not None:
+        return torch.nn.functional.grouped_mm(operand(rows), stack.transpose(1, 2), offs=order.ends)
+    product = rows[0].new_empty(len(rows[0]), len(weights.each[0]))
+    for weight, part, *of_rows in _by_expert(weights, order, product, *rows):
+        multiply_into(part, operand(of_rows), weight.t())
+    return product
 
 
-def _weight_gradients(grad: Tensor, a: Tensor, weights: ExpertWeights, order: Order) -> Sequence[Tensor | None]:
-    """Return grad^T a of each expert's rows of (R, m) and (R, k), in the order of `weights.each`; None for those that
-    are added to an fp32 sum."""
-    if weights.has_sums:
-        _add_weight_gradients(grad, a, weights, order)
-        return [_added(weight) for weight in weights.each]
-    if _stack_for(a, weights, order) is not None:
+# Gradients of rows, or None; and of weights in the order of `weights.each`, or None for those that have been added to
+# an fp32 sum or are not needed.
+Gradients: TypeAlias = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
+
+
+def _gradients(
+    operand: Operand,
+    rows: Sequence[Tensor],
+    needed: Sequence[bool],
+    grad: Tensor,
+    weights: ExpertWeights,
+    order: Order,
+    needs_weights: bool,
+) -> Gradients:
+    grad_a, stack = None, weights.stack(order)
+    assert stack is not None
+    if any(needed):
+        grad_a = torch.nn.functional.grouped_mm(grad, stack, offs=order.ends)
+    a, of_rows = operand.backward(rows, needed, grad_a)
+    del grad_a
+    if not needs_weights:
+        return of_rows, [None] * len(weights.each)
+    assert a is not None
+    if not weights.has_sums:
         found = torch.nn.functional.grouped_mm(grad.t(), a, offs=order.ends).unbind()
+        return of_rows, found[::-1] if order.is_reversed else found
+    if (sums := weights.main_grads) is None:
+        for weight, part, of_a in _by_expert(weights, order, grad, a):
+            add_product(weight.main_grad, part.t(), of_a)  # type: ignore[attr-defined]
+    elif use_triton("expert_gradients", a):
+        from hpcrl.kernels.grouped_experts_triton import add_expert_gradients
+
+        add_expert_gradients(sums, grad, a, order.ends)
     else:
-        found = tuple(part.t() @ rows for part, rows in _by_expert(order, grad, a))
-    return found[::-1] if order.is_reversed else found
+        sums += torch.nn.functional.grouped_mm(grad.t(), a, offs=order.ends)
+    return of_rows, [_added(weight) for weight in weights.each]
 
 
-def _add_weight_gradients(grad: Tensor, a: Tensor, weights: ExpertWeights, order: Order) -> None:
-    """Add to the fp32 sums of gradients."""
-    if _stack_for(a, weights, order) is not None and (sums := weights.main_grads) is not None:
-        if use_triton("expert_gradients", a):
-            from hpcrl.kernels.grouped_experts_triton import add_expert_gradients
+def _gradients_by_expert(
+    operand: Operand,
+    rows: Sequence[Tensor],
+    needed: Sequence[bool],
+    grad: Tensor,
+    weights: ExpertWeights,
+    order: Order,
+    needs_weights: bool,
+) -> Gradients:
+    """One expert after the other, so that a CPU's cache holds what is computed of its rows."""
+    first = weights.each[0]
+    of_rows = [torch.empty_like(part) if need else None for part, need in zip(rows, needed, strict=False)]
+    if not rows:
+        of_rows = [grad.new_empty(len(grad), first.size(1)) if needed[0] else None]
+    of_weights: dict[int, Tensor] = {}
+    wanted = [part for part in of_rows if part is not None]
+    for weight, part, *parts in _by_expert(weights, order, grad, *wanted, *rows):
+        targets, of_expert = parts[: len(wanted)], parts[len(wanted) :]
+        a, found = operand.backward(of_expert, needed, part @ weight if wanted else None)
+        for target, values in zip(targets, (values for values in found if values is not None), strict=True):
+            target.copy_(values)
+        if needs_weights and weights.has_sums:
+            add_product(weight.main_grad, part.t(), a)  # type: ignore[attr-defined, arg-type]
+        elif needs_weights:
+            of_weights[id(weight)] = part.t() @ a  # type: ignore[operator]
+    if not needs_weights:
+        return of_rows, [None] * len(weights.each)
+    if weights.has_sums:
+        return of_rows, [_added(weight) for weight in weights.each]
+    return of_rows, [
+        of_weights[id(weight)] if id(weight) in of_weights else torch.zeros_like(weight) for weight in weights.each
+    ]
 
-            add_expert_gradients(sums, grad, a, order.ends)
-        else:
-            sums += torch.nn.functional.grouped_mm(grad.t(), a, offs=order.ends)
-        return
-    for weight, (part, rows) in zip(weights.of(order), _by_expert(order, grad, a), strict=True):
-        if len(rows):
-            add_product(weight.main_grad, part.t(), rows)  # type: ignore[attr-defined]
 
-
-def _by_expert(order: Order, grad: Tensor, a: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(grad.split(order.counts), a.split(order.counts), strict=True)
+def _by_expert(weights: ExpertWeights, order: Order, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the weight of each expert that has rows, and its rows of each tensor."""
+    parts = zip(weights.of(order), *(tensor.split(order.counts) for tensor in tensors), strict=True)
+    return (part for part, count in zip(parts, order.counts, strict=True) if count)
 
 
 def _added(weight: Any) -> Tensor | None:

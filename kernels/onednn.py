@@ -83,6 +83,14 @@ def _fits(a: Tensor, b: Tensor, added: Tensor | None = None) -> bool:
     return all(x is None or x.dtype == torch.float32 for x in (a, b, added))
 
 
+def multiply_into(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write `a` @ `b` into `target`, with the product that the process uses."""
+    if use_onednn.cache_info().currsize:  # the operator with a target is not replaced
+        target.copy_(a @ b)
+    else:
+        torch.mm(a, b, out=target)
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return `a` (m, k) times `b` (k, n), fp32: contiguous (m, n).
 

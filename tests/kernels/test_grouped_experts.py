@@ -7,9 +7,18 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
-from hpcrl.kernels.grouped_experts import Biases, ExpertWeights, Order, grouped_linear, place_in_stack
+from hpcrl.kernels.grouped_experts import (
+    OF_TOKENS,
+    Biases,
+    ExpertWeights,
+    Operand,
+    Order,
+    grouped_linear,
+    place_in_stack,
+)
 from hpcrl.kernels.grouped_experts_triton import add_expert_gradients
 from tests.kernels.close import assert_near
+from tests.strict_device.load import load
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXPERTS, INSIDE, OUTSIDE, TOKENS, TOPK = 8, 32, 16, 11, 3
@@ -53,7 +62,7 @@ def test_each_row_is_multiplied_by_its_expert(dtype: torch.dtype, kind: str, sum
 
     def output() -> Tensor:
         rows = order.of_rows(given[1])
-        product = grouped_linear(weights, order, given[0], rows, operand=scaled(order))
+        product = grouped_linear(weights, order, order.gather(given[0]), rows, operand=Operand(function=scaled))
         return order.sum(Biases(bias).add(product, order, rows))
 
     exact = [tensor.detach().double().requires_grad_() for tensor in (x, shares, *each, *bias)]
@@ -76,11 +85,27 @@ def test_each_row_is_multiplied_by_its_expert(dtype: torch.dtype, kind: str, sum
         assert_near(torch.stack(some), torch.stack(exactly), dtype, factor=3)  # type: ignore[arg-type]
 
 
-def scaled(order: Order):
-    def operand(x: Tensor, shares: Tensor) -> Tensor:
-        return (torch.sin(order.gather(x)) * shares.unsqueeze(1)).to(x.dtype)
+def scaled(x: Tensor, shares: Tensor) -> Tensor:
+    return (torch.sin(x) * shares.unsqueeze(1)).to(x.dtype)
 
-    return operand
+
+@pytest.mark.parametrize("device_type", ["cpu", "strict"])
+def test_rows_may_be_gathered_again(device_type: str) -> None:
+    device = load() if device_type == "strict" else torch.device("cpu")
+    x, stack = torch.randn(TOKENS, INSIDE), torch.randn(EXPERTS, OUTSIDE, INSIDE)
+    ids = torch.rand(TOKENS, EXPERTS).argsort(1)[:, :TOPK]
+    given = leaves([x.to(device), *stack.to(device)])
+    order = Order(ids.to(device), EXPERTS)
+    weights = ExpertWeights(given[1:])
+    assert weights.needs_host == (device_type == "cpu")
+    found = order.sum(grouped_linear(weights, order, given[0], operand=OF_TOKENS))
+    again = order.sum(grouped_linear(weights, order, order.gather(given[0])))
+    assert_near(found.cpu(), torch.einsum("ti,tkoi->to", x.double(), stack[ids].double()), x.dtype)
+    grad = torch.randn(TOKENS, OUTSIDE).to(device)
+    with torch.autograd.set_multithreading_enabled(False):  # which the strict device does not have
+        gradients = [torch.autograd.grad(each, given, grad) for each in (found, again)]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

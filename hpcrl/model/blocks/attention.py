@@ -78,9 +78,10 @@ class HeadsBlock(Block):
         for wanted, seen in tails(batch):
             total += seen * (2 * key + (0 if batch.on_gpu else wanted)) * itemsize  # the CPU has a mask
         if heads.has_norm:
-            # The inputs are parts of the projection's output, which stays whole.
+            # The inputs are parts of the projection's output, which stays whole, and a copy of queries that lie apart.
             copies = batch.norm_copies * (query + key) * FP32
-            inside = (query + 2 * key) * itemsize if batch.norm_keeps_input else copies
+            apart = query if heads.queries > heads.groups else 0
+            inside = (query + 2 * key + apart) * itemsize if batch.norm_keeps_input else copies
             total += batch.tokens * (inside + (queries + heads.groups // tp) * FP32)
         if heads.has_sinks:  # one more number of each head; a window's parts have copies of keys and values
             copies = 2 * (queries + heads.groups // tp) + (0 if self.sees is None else 4 * key)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from hpcrl.runtime.groups import RoleGroups
 
 
-MIXTURE = Launches(38, 98, 38, 20)
-EXPERT = Launches(4, 22, 4, 0)  # on a CPU, with those of the optimizer
+MIXTURE = Launches(32, 77, 31, 20)
+EXPERT = Launches(9, 51, 9, 0)  # on a CPU, with those of the optimizer
 
 
 class RoutedExperts(NamedTuple):
@@ -170,41 +170,51 @@ class MixtureOfExperts(Block):
     def held(self, batch: MicroBatch) -> Held:
         """Return what is held. Of the experts that is the output of their first product; the rest is computed again."""
         layout, itemsize, copies = batch.layout, batch.itemsize, self._copies(batch)
-        width, hidden = self.ffn_hidden_size // layout.etp, self.hidden_size * itemsize
-        # Ids and weights of the chosen experts; token, expert, place and weight of each row.
-        routing = batch.local * self.topk * (4 * INT64 + 2 * FP32)
-        if layout.ep * layout.etp > 1:  # of the received rows, too
-            routing += copies * (4 * INT64 + 3 * FP32)
-        inner = (2 if self.is_gated else 1) * copies * width * itemsize
-        kept = routing + inner + self._scores(batch)
-        if layout.ep * layout.etp > 1:
-            kept += copies * hidden
+        hidden, rows = batch.hidden(self.hidden_size), copies * self.hidden_size * itemsize
+        inner = (2 if self.is_gated else 1) * self._columns(batch)
+        # Ids and weights of the chosen experts; expert, token, places and weight of each row.
+        routing = batch.local * self.topk * (5 * INT64 + 2 * FP32)
+        received = copies * (4 * INT64 + 3 * FP32) + rows if layout.ep * layout.etp > 1 else 0
+        kept = routing + received + inner + self._scores(batch)
         if self.has_bias:  # which expert a row has: a bool, twice a number, and that times the row's weight
             kept += copies * self.num_experts // layout.ep * (1 + 3 * itemsize)
         shared = activation_width(self.shared_ffn_hidden_size, "silu", self.is_gated)
         kept += batch.tokens * shared // layout.tp * itemsize
 
-        is_clamped, rows = self.activation[0] == "clamped_swiglu", copies * hidden
-        # The activation, times the weights in fp32; or the input of the second product and its output.
-        inside = copies * width * max(itemsize + FP32, 4 * itemsize if is_clamped else 0)
-        peak = routing + inner + max(inside, rows + copies * width * itemsize)
-        if self._has_adapters(batch, "gate_proj", "up_proj"):  # beside the rows, the sum of the product and its updates
-            peak = routing + rows + 3 * inner
-        if self.shared_ffn_hidden_size:
-            peak += batch.local * hidden
-        if layout.ep * layout.etp > 1:
-            # What was received, and what the ranks that divide experts have gathered of it.
-            peak += rows + (rows // layout.etp if layout.etp > 1 else 0)
-        # Gradients of rows, and of each step of the activation, which is computed again.
-        steps = (6 if self.is_gated else 7) * FP32 if itemsize == FP32 else 6 * FP32 - itemsize
-        backward = rows + copies * width * (steps + (3 * itemsize if is_clamped else 0))
-        if self._has_adapters(batch, *self._projections):  # then they are kept
-            backward = 2 * copies * width * itemsize
-        return Held(kept, peak, backward=backward)
+        peak = routing + received + inner + self._beside(batch, inner, rows)
+        peak += hidden if self.shared_ffn_hidden_size else 0
+        if layout.etp > 1:  # before the ranks that divide experts gather them
+            peak += rows // layout.etp
+        return Held(kept, peak, backward=self._backward(batch, inner, rows))
 
-    @property
-    def _projections(self) -> set[str]:
-        return {projection.name for weight in self.expert_weights() for projection in weight.projections}
+    def _columns(self, batch: MicroBatch) -> int:
+        """Return the bytes of the activation of a rank's experts."""
+        return self._copies(batch) * self.ffn_hidden_size // batch.layout.etp * batch.itemsize
+
+    def _beside(self, batch: MicroBatch, inner: int, rows: int) -> int:
+        """Return the most bytes beside the output of the first product, without gradients."""
+        columns, hidden = self._columns(batch), batch.hidden(self.hidden_size)
+        if self._has_adapters(batch, "gate_proj", "up_proj"):  # the sum of the product and its updates
+            return rows + 2 * inner
+        if not batch.on_gpu:  # activations are those of one expert at a time; what biases are added to
+            return rows + hidden + rows * self.has_bias
+        # The input of the second product and its output; or steps of the activation, with weights in fp32.
+        steps = {"silu": 1.0, "clamped_swiglu": 4.0}.get(self.activation[0], 1.0 + FP32 / batch.itemsize)
+        return max(rows + columns, int(steps * columns))
+
+    def _backward(self, batch: MicroBatch, inner: int, rows: int) -> int:
+        """Return what the backward pass holds besides what is kept and two hidden states."""
+        columns = self._columns(batch)
+        if self._has_adapters(batch, *self._projections):
+            return rows + 3 * columns
+        if not batch.on_gpu:
+            matrix = self.num_experts // batch.layout.ep * self.ffn_hidden_size // batch.layout.etp * self.hidden_size
+            gradients = matrix * batch.itemsize if batch.itemsize < FP32 else 0  # not added to fp32 sums
+            return max(0, 2 * rows + inner + gradients - 2 * batch.hidden(self.hidden_size))
+        # Gradients of rows, and of the steps of the activation, which is computed again.
+        name, is_fp32 = self.activation[0], batch.itemsize == FP32
+        steps = 7.0 if name == "silu" else (7.0 if is_fp32 else 11.0) + (2.0 if name == "clamped_swiglu" else 0.0)
+        return rows + int(steps * columns)
 
     def _scores(self, batch: MicroBatch) -> int:
         """Return what the router keeps of all experts."""
@@ -218,12 +228,16 @@ class MixtureOfExperts(Block):
     def _has_adapters(self, batch: MicroBatch, *names: str) -> bool:
         return batch.lora is not None and not {*names}.isdisjoint(batch.lora.targets)
 
+    @property
+    def _projections(self) -> set[str]:
+        return {projection.name for weight in self.expert_weights() for projection in weight.projections}
+
     def kept_by_adapters(self, batch: MicroBatch) -> int:
         """Experts with adapters keep the input of each product that has some, and the steps of their activation."""
         total, lora, layout = super().kept_by_adapters(batch), batch.lora, batch.layout
         if lora is None or not self._has_adapters(batch, *self._projections):
             return total
-        steps = 5 if self.activation[0] == "clamped_swiglu" else 2
+        steps = {"silu": 0, "clamped_swiglu": 5}.get(self.activation[0], 2)
         has_received = layout.ep * layout.etp > 1
         width = (self._has_adapters(batch, "gate_proj", "up_proj") - has_received) * self.hidden_size
         width += (steps + self._has_adapters(batch, "down_proj")) * self.ffn_hidden_size // layout.etp

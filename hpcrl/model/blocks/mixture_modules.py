@@ -20,7 +20,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from hpcrl.kernels.grouped_experts import Biases, ExpertWeights, Order, grouped_linear, place_in_stack
+from hpcrl.kernels.grouped_experts import (
+    OF_TOKENS,
+    Biases,
+    ExpertWeights,
+    Operand,
+    Order,
+    grouped_linear,
+    place_in_stack,
+)
 from hpcrl.model.blocks.layers import BiasedColumnParallel, BiasedExpertOutput, FeedForwardStep, activate
 from hpcrl.model.blocks.router import Router, Routing, route
 from hpcrl.model.gpt import PackedTokens
@@ -67,9 +75,9 @@ class GroupedExperts:
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         order = self.order(ids)
-        inner = self.biased(grouped_linear(self.fc1, order, x, operand=order.gather), order)
+        inner = self.biased(grouped_linear(self.fc1, order, x, operand=OF_TOKENS), order)
         weights = order.of_rows(weights)
-        outputs = grouped_linear(self.fc2, order, inner, weights, operand=self.scaled)
+        outputs = grouped_linear(self.fc2, order, inner, weights, operand=Operand(function=self.scaled))
         return self.sum(outputs, order, weights)
 
     @property

@@ -47,7 +47,7 @@ def route(
         weights = scores.gather(-1, ids)
     if block.norm_topk_prob:
         weights = weights.softmax(-1) if of_chosen else weights / weights.sum(-1, keepdim=True)
-    return weights * block.routed_scale, ids
+    return weights if block.routed_scale == 1.0 else weights * block.routed_scale, ids
 
 
 def choose(scores: Tensor, block: MixtureOfExperts) -> Tensor:

@@ -20,7 +20,8 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.forecast.memory.activations import Pass
 from hpcrl.forecast.memory.meta import DTYPES, fake_rank, parameter_bytes
 from hpcrl.forecast.memory.state import RoleModel
-from hpcrl.model.blocks.router import NOT_RECORDED
+from hpcrl.model.blocks.micro_batch import MicroBatch
+from hpcrl.model.blocks.router import NOT_RECORDED, Routing
 from hpcrl.model.gpt import pack
 from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape
@@ -29,6 +30,7 @@ from tests.covering import covering
 from tests.forecast.memory.passes import TOKENS, loss, make_batch, make_pass
 from tests.forecast.memory.shapes import DEEPSEEK, DELTA, GPT_OSS, HYBRID, MOE, SHAPE
 from tests.live_bytes import LiveBytes
+from tests.strict_device.load import in_place_of_cuda, load
 
 TIED = replace(SHAPE, tie_word_embeddings=True)
 SHAPES = {"dense": SHAPE, "tied": TIED, "experts": MOE}
@@ -240,6 +242,35 @@ def test_what_balance_and_replay_add(layout: str) -> None:
                 planned.append(sum(replace(plain, **options).training(stage)))
                 del engine
         assert planned[1] - planned[0] == pytest.approx(peaks[1] - peaks[0], rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [MOE, DEEPSEEK, HYBRID, GPT_OSS], ids=["plain", "groups", "relu2", "biases"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_what_experts_hold_on_a_device(shape: ModelShape, itemsize: int) -> None:
+    """There all experts run at once, as on a GPU; without its kernels, which hold less in the backward pass."""
+    model, device = RoleModel(shape, LAYOUTS["alone"], "lm", itemsize, ADAM), load()
+    place, block = next((place, layer.mlp) for place, layer in enumerate(shape.layers) if layer.num_experts)
+    held = block.held(MicroBatch(model.layout, TOKENS, itemsize))
+    with fake_rank(model.layout, 0) as groups, in_place_of_cuda(device):
+        mixture = make_engine(model, groups).chunks[0].decoder.layers[place].mlp
+        numbers = torch.zeros(TOKENS, dtype=torch.int64, device=device), torch.tensor([TOKENS], device=device)
+        routing = Routing(*numbers, shape.routed.layers)
+        x = torch.randn(TOKENS, 1, shape.hidden_size, dtype=DTYPES[itemsize]).to(device)
+        leaf = x.clone().requires_grad_()
+        with torch.no_grad():
+            mixture(x, None, routing)
+        weights = [*mixture.parameters()]
+        apart = [x, leaf, *numbers, *weights, *(weight.main_grad for weight in weights if weight.requires_grad)]
+        with LiveBytes(apart) as live, torch.no_grad():
+            mixture(x, None, routing)
+            assert live.peak == pytest.approx(held.peak, rel=0.02)
+        with LiveBytes(apart) as live:
+            output, _ = mixture(leaf, None, routing)
+            kept = live.live() - output.nbytes
+            assert kept == pytest.approx(held.kept, rel=0.02)
+            live.restart_peak()
+            output.backward(torch.ones_like(output))
+            assert live.peak - kept - output.nbytes == pytest.approx(held.backward + 2 * x.nbytes, rel=0.2)
 
 
 @pytest.mark.parametrize("layout", ["alone", "tp2"])
