@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from hpcrl.batch.data_proto import DataProto, TensorBatch
@@ -73,12 +74,20 @@ def make_requests() -> list[Request]:
     ]
 
 
-def make_pair(world: World, cache: GroupCache, training: Layout, rollout: Layout, exact: bool = True) -> Pair:
-    actor = training_engine(world, cache, SHAPE, training, exact=exact)
+def make_pair(
+    world: World,
+    cache: GroupCache,
+    training: Layout,
+    rollout: Layout,
+    *,
+    exact: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Pair:
+    actor = training_engine(world, cache, SHAPE, training, exact=exact, dtype=dtype)
     train(actor)
     # Slots are refilled, and wait for memory.
     limits = {"max_num_seqs": 7, "max_num_batched_tokens": 90, "max_model_len": 2 * KEYS, "kv_sequences": 3}
-    pair = Pair(world, cache, SHAPE, actor, training, rollout, exact=exact, **limits)
+    pair = Pair(world, cache, SHAPE, actor, training, rollout, exact=exact, dtype=dtype, **limits)
     pair.refit()
     return pair
 
@@ -88,9 +97,10 @@ def differences(pair: Pair, batch: DataProto, max_tokens: int) -> np.ndarray | N
     return mine and np.abs(mine.fetch("old_log_probs").values - mine.fetch("rollout_log_probs").values)
 
 
-def test_rollout_and_training_log_probs_are_equal(world: World, cache: GroupCache) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rollout_and_training_log_probs_are_equal(world: World, cache: GroupCache, dtype: torch.dtype) -> None:
     for training, rollout in LAYOUTS[world.size]:
-        pair = make_pair(world, cache, training, rollout)
+        pair = make_pair(world, cache, training, rollout, dtype=dtype)
         batch = pair.generate(make_requests(), SAMPLING)
         assert len(np.unique(batch.fetch("response_mask").lengths)) > 6
         for max_tokens in (200, 1000):
