@@ -11,9 +11,10 @@ Without kernels, products and attention of bf16 are computed in fp32 and rounded
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +36,7 @@ ROWS, COLUMNS = 16, 16
 # Keys per block: a sum over keys is taken inside each block and then over the blocks in order, so that blocks without
 # visible keys add zeros at the end.
 KEYS = 64
+PAGE = 32  # tokens of a block, as in the engine, so that both sides run one kernel
 
 
 def exact_linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -53,6 +55,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if use_triton("exact_product", x):
+            from hpcrl.kernels.exact_product_triton import exact_product
+
+            return exact_product(x, weight, dtype)
         return _product(x.float(), weight.t().float()).to(dtype)
 
     @staticmethod
@@ -86,6 +92,109 @@ def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Te
         weights.sum(-1, keepdim=True).unbind(2)
     )
     return output.unflatten(2, (length, heads)).to(dtype)
+
+
+class Tiles(NamedTuple):
+    """Queries of tokens whose sequences are in blocks of PAGE keys and values.
+
+    numbers: int32 (m, 4), of each tile, which has at most `tokens` consecutive tokens of one sequence: the row of its
+    first token, how many it has, the first one's position, and the place in `blocks` of the sequence's first block.
+    blocks: int32, at most `width` of a sequence.
+    """
+
+    numbers: Tensor
+    tokens: int
+    blocks: Tensor
+    width: int
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, cached: np.ndarray, table: np.ndarray, tokens: int, device: torch.device) -> Tiles:
+        """`lengths` new tokens of each sequence, after `cached` ones, int64 (N,), with blocks `table` (N, width)."""
+        counts = -(-lengths // tokens)
+        sequence = np.arange(len(lengths)).repeat(counts)
+        offset = (np.arange(counts.sum()) - (counts.cumsum() - counts)[sequence]) * tokens
+        first, sizes = (lengths.cumsum() - lengths)[sequence], np.minimum(tokens, lengths[sequence] - offset)
+        width = table.shape[1]
+        numbers = np.stack([first + offset, sizes, cached[sequence] + offset, sequence * width], 1)
+        found = (torch.from_numpy(part.astype(np.int32)).to(device) for part in (numbers, table.ravel()))
+        return cls(next(found), tokens, next(found), width)
+
+
+def tile_tokens(per_head: int, dtype: torch.dtype) -> int:
+    """Return the tokens of a tile with `per_head` queries each, independent of the number of tokens."""
+    return max(1, (16 if dtype is torch.float32 else 64) // per_head)
+
+
+def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles) -> Tensor:
+    """`exact_attention` of queries (n, KV heads, queries per KV head, d) to keys (blocks, KV heads, d, PAGE) and values
+    (blocks, KV heads, PAGE, d): the shape of the queries. No gradient."""
+    if use_triton("exact_attention", queries):
+        from hpcrl.kernels.exact_attention_triton import attention
+
+        return attention(queries, keys, values, tiles.blocks, tiles.numbers, tiles.tokens)
+    first, sizes, position, start = tiles.numbers.long().unsqueeze(-1).unbind(1)
+    place = torch.arange(tiles.tokens, device=queries.device)
+    rows = torch.where(place < sizes, first + place, len(queries))
+    padded = pad(queries, (0, 0, 0, 0, 0, 0, 0, 1))[rows].transpose(1, 2)
+    blocks = start + torch.arange(tiles.width, device=queries.device)
+    table = tiles.blocks[blocks.clamp(max=len(tiles.blocks) - 1)]
+    cached = keys[table].permute(0, 2, 1, 4, 3).flatten(2, 3), values[table].transpose(1, 2).flatten(2, 3)
+    found = exact_attention(padded, *cached, position + place).transpose(1, 2)
+    return queries.new_empty(len(queries) + 1, *queries.shape[1:]).index_copy_(0, rows.flatten(), found.flatten(0, 1))[
+        :-1
+    ]
+
+
+def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The same of sequences one after the other: queries (T, heads, d), keys and values (T, KV heads, d) -> (T, heads,
+    d). They are copied to blocks, so that training runs the kernel of decoding."""
+    grouped = queries.unflatten(1, (keys.size(1), -1))
+    tiles, block, offset = _packed_tiles(lengths, tile_tokens(grouped.size(2), queries.dtype), queries.device)
+    size = len(tiles.blocks), keys.size(1)
+    paged_keys, paged_values = keys.new_empty(*size, keys.size(-1), PAGE), keys.new_empty(*size, PAGE, keys.size(-1))
+    paged_keys.permute(0, 3, 1, 2)[block, offset] = keys
+    paged_values.transpose(1, 2)[block, offset] = values
+    return paged_attention(grouped, paged_keys, paged_values, tiles).flatten(1, 2)
+
+
+@lru_cache(maxsize=8)  # all layers of a pass have one
+def _packed_tiles(lengths: tuple[int, ...], tokens: int, device: torch.device) -> tuple[Tiles, Tensor, Tensor]:
+    """Return tiles, and each token's block and place in it, int64 (T,)."""
+    sizes = np.array(lengths)
+    counts = -(-sizes // PAGE)
+    first = counts.cumsum() - counts
+    table = np.minimum(first[:, None] + np.arange(counts.max()), counts.sum() - 1)
+    position = np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)
+    places = (torch.from_numpy(part).to(device) for part in (first.repeat(sizes) + position // PAGE, position % PAGE))
+    with torch.inference_mode(False):
+        return Tiles.of(sizes, np.zeros_like(sizes), table, tokens, device), next(places), next(places)
+
+
+def with_gradient_of(plain: Tensor, exact: Tensor) -> Tensor:
+    """Return the numbers of `exact`, whose gradient is that of `plain`, which differs from it by rounding."""
+    found: Tensor = _WithGradient.apply(plain, exact)
+    return found
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, exact: Tensor) -> Tensor:
+        return exact.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def exact_log_probs(logits: Tensor, targets: Tensor, vocab_size: int, temperature: float) -> Tensor:
+    """Return `exact_log_softmax` at `targets` (n, k) int64, without a gradient. Its sums over the vocabulary have one
+    order, which those of libraries on GPUs do not have."""
+    if not use_triton("exact_log_probs", logits):
+        return exact_log_softmax(logits, vocab_size, temperature).gather(1, targets)
+    from hpcrl.kernels.linear_log_prob_triton import row_sums
+
+    top, total = row_sums(logits.detach(), vocab_size, temperature or 1.0)
+    return (logits.detach().gather(1, targets).float() - top) / (temperature or 1.0) - total.log()
 
 
 def exact_log_softmax(logits: Tensor, vocab_size: int, temperature: float) -> Tensor:
@@ -122,18 +231,42 @@ def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: tor
         _check_rows(f"a matrix product over {width} columns", partial(exact_linear, weight=weight), x)
     norm, logits = probe(shape.hidden_size), probe(ROWS * 19, shape.softmax_size).float()
     _check_rows("RMSNorm", lambda x: rms_norm(x, norm, shape.rms_norm_eps), probe(ROWS * 19, shape.hidden_size))
-    _check_rows("a softmax over the vocabulary", lambda x: exact_log_softmax(x, shape.softmax_size, 1.0), logits)
-    heads, tokens = shape.num_attention_heads // shape.num_query_groups, 2 * KEYS
-    queries = probe(1, 1, tokens, heads, shape.head_dim)
-    keys, values = probe(2, 1, 1, tokens, shape.head_dim)
-    place = torch.arange(tokens, device=device).unsqueeze(0)
+    first = torch.zeros(len(logits), 1, dtype=torch.int64, device=device)
+    _check_rows(
+        "a softmax over the vocabulary",
+        lambda x: exact_log_probs(x, first[: len(x)], shape.softmax_size, 1.0),
+        logits,
+    )
+    heads = shape.num_attention_heads // shape.num_query_groups
+    if not (_is_paged_exact if use_triton("exact_attention", norm) else _is_exact)(heads, shape.head_dim, probe):
+        raise InputError(
+            _no_exact(f"attention with head_dim={shape.head_dim} is not bitwise the same for a single query")
+        )
+
+
+def _is_exact(heads: int, width: int, probe: Callable[..., Tensor]) -> bool:
+    queries, (keys, values) = probe(1, 1, 2 * KEYS, heads, width), probe(2, 1, 1, 2 * KEYS, width)
+    place = torch.arange(2 * KEYS, device=keys.device).unsqueeze(0)
     whole = exact_attention(queries, keys, values, place)
-    for at in range(3, tokens, 11):
-        one = exact_attention(queries[:, :, [at]], keys[:, :, : at + 6], values[:, :, : at + 6], place[:, [at]])
-        if not torch.equal(one, whole[:, :, [at]]):
-            raise InputError(
-                _no_exact(f"attention with head_dim={shape.head_dim} is not bitwise the same for a single query")
-            )
+    return all(
+        torch.equal(
+            exact_attention(queries[:, :, [at]], keys[:, :, : at + 6], values[:, :, : at + 6], place[:, [at]]),
+            whole[:, :, [at]],
+        )
+        for at in range(3, 2 * KEYS, 11)
+    )
+
+
+def _is_paged_exact(heads: int, width: int, probe: Callable[..., Tensor]) -> bool:
+    """Two KV heads and sequences, by tiles of many tokens and of one each."""
+    lengths = np.array([2 * KEYS, KEYS + 3])
+    table, tokens = np.arange(8)[::-1].reshape(2, -1), int(lengths.sum())
+    queries, keys, values = probe(tokens, 2, heads, width), probe(8, 2, width, PAGE), probe(8, 2, PAGE, width)
+    many = Tiles.of(lengths, np.zeros_like(lengths), table, tile_tokens(heads, keys.dtype), keys.device)
+    sequence = np.arange(2).repeat(lengths)
+    position = np.arange(tokens) - lengths[0] * sequence
+    single = Tiles.of(np.ones(tokens, np.int64), position, table[sequence], many.tokens, keys.device)
+    return torch.equal(*(paged_attention(queries, keys, values, tiles) for tiles in (many, single)))
 
 
 def _check_rows(what: str, function: Callable[[Tensor], Tensor], x: Tensor) -> None:

@@ -18,6 +18,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.cache_layout import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.runtime import platform
 from hpcrl.runtime.groups import GroupCache, make_groups
 from hpcrl.runtime.layout import Layout
 from tests.mpi.layouts import make_batch, part_of, policy_loss
@@ -88,6 +89,7 @@ class Pair:
             kv_cache_bytes=kv_sequences
             and max_kv_bytes(shape, rollout.tp, dtype.itemsize, kv_sequences, max_model_len),
             exact=exact,
+            device=platform.device(),
         )
         for weight in self.engine.weights().values() if self.engine else ():
             weight.fill_(torch.nan)  # the refit must write every element

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hpcrl.runtime.layout import Layout
 from tests.mpi.lab import metrics, on
 from tests.mpi.layouts import make_batch, part_of
 from tests.mpi.pairs import Pair, train, training_engine
+from tests.strict_device.load import in_place_of_cuda, load_on_all_ranks
 
 pytestmark = pytest.mark.ci_world(2)
 
@@ -106,6 +108,22 @@ def test_rollout_and_training_log_probs_are_equal(world: World, cache: GroupCach
         for max_tokens in (200, 1000):
             found = differences(pair, batch, max_tokens)
             assert found is None or (found == 0).all()
+        pair.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_are_they_on_a_device(world: World, cache: GroupCache, dtype: torch.dtype) -> None:
+    """There the engine's cache has blocks; before and after a further step and refit."""
+    device = load_on_all_ranks(world)
+    with in_place_of_cuda(device):
+        pair = make_pair(replace(world, device=device), cache, *LAYOUTS[world.size][0], dtype=dtype)
+        assert pair.engine is None or next(iter(pair.engine.weights().values())).device == device
+        for is_last in (False, True):
+            found = differences(pair, pair.generate(make_requests(), SAMPLING), 200)
+            assert found is None or (found == 0).all()
+            if not is_last:
+                train(pair.actor)
+                pair.refit()
         pair.close()
 
 
