@@ -36,6 +36,7 @@ ROWS, COLUMNS = 16, 16
 # Keys per block: a sum over keys is taken inside each block and then over the blocks in order, so that blocks without
 # visible keys add zeros at the end.
 KEYS = 64
+MAX_WIDTH = 256  # of a head in the kernel, which holds tiles of them in registers
 PAGE = 32  # tokens of a block, as in the engine, so that both sides run one kernel
 
 
@@ -125,10 +126,16 @@ def tile_tokens(per_head: int, dtype: torch.dtype) -> int:
     return max(1, (16 if dtype is torch.float32 else 64) // per_head)
 
 
+def has_attention_kernel(queries: Tensor) -> bool:
+    width = queries.size(-1)
+    unless = f"heads of {width} are wider than {MAX_WIDTH}" if width > MAX_WIDTH else ""
+    return use_triton("exact_attention", queries, unless=unless)
+
+
 def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles) -> Tensor:
     """`exact_attention` of queries (n, KV heads, queries per KV head, d) to keys (blocks, KV heads, d, PAGE) and values
     (blocks, KV heads, PAGE, d): the shape of the queries. No gradient."""
-    if use_triton("exact_attention", queries):
+    if has_attention_kernel(queries):
         from hpcrl.kernels.exact_attention_triton import attention
 
         return attention(queries, keys, values, tiles.blocks, tiles.numbers, tiles.tokens)
@@ -229,8 +236,8 @@ def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: tor
     for width in sorted({shape.hidden_size, *split}):
         x, weight = probe(ROWS * 19, width), probe(ROWS * 3, width)
         _check_rows(f"a matrix product over {width} columns", partial(exact_linear, weight=weight), x)
-    norm, logits = probe(shape.hidden_size), probe(ROWS * 19, shape.softmax_size).float()
-    _check_rows("RMSNorm", lambda x: rms_norm(x, norm, shape.rms_norm_eps), probe(ROWS * 19, shape.hidden_size))
+    norm, logits = probe(shape.hidden_size), probe(ROWS * 5, shape.softmax_size).float()
+    _check_rows("RMSNorm", lambda x: rms_norm(x, norm, shape.rms_norm_eps), probe(ROWS * 5, shape.hidden_size))
     first = torch.zeros(len(logits), 1, dtype=torch.int64, device=device)
     _check_rows(
         "a softmax over the vocabulary",
@@ -238,7 +245,8 @@ def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: tor
         logits,
     )
     heads = shape.num_attention_heads // shape.num_query_groups
-    if not (_is_paged_exact if use_triton("exact_attention", norm) else _is_exact)(heads, shape.head_dim, probe):
+    is_exact = _is_paged_exact if has_attention_kernel(probe(1, shape.head_dim)) else _is_exact
+    if not is_exact(heads, shape.head_dim, probe):
         raise InputError(
             _no_exact(f"attention with head_dim={shape.head_dim} is not bitwise the same for a single query")
         )
@@ -258,15 +266,18 @@ def _is_exact(heads: int, width: int, probe: Callable[..., Tensor]) -> bool:
 
 
 def _is_paged_exact(heads: int, width: int, probe: Callable[..., Tensor]) -> bool:
-    """Two KV heads and sequences, by tiles of many tokens and of one each."""
+    """Of two KV heads and sequences, by tiles of many tokens and of one each."""
     lengths = np.array([2 * KEYS, KEYS + 3])
     table, tokens = np.arange(8)[::-1].reshape(2, -1), int(lengths.sum())
     queries, keys, values = probe(tokens, 2, heads, width), probe(8, 2, width, PAGE), probe(8, 2, PAGE, width)
     many = Tiles.of(lengths, np.zeros_like(lengths), table, tile_tokens(heads, keys.dtype), keys.device)
     sequence = np.arange(2).repeat(lengths)
     position = np.arange(tokens) - lengths[0] * sequence
-    single = Tiles.of(np.ones(tokens, np.int64), position, table[sequence], many.tokens, keys.device)
-    return torch.equal(*(paged_attention(queries, keys, values, tiles) for tiles in (many, single)))
+    some = np.arange(3, tokens, 11)
+    single = Tiles.of(np.ones_like(some), position[some], table[sequence[some]], many.tokens, keys.device)
+    whole = paged_attention(queries, keys, values, many)
+    chosen = torch.from_numpy(some).to(keys.device)
+    return torch.equal(paged_attention(queries[chosen], keys, values, single), whole[chosen])
 
 
 def _check_rows(what: str, function: Callable[[Tensor], Tensor], x: Tensor) -> None:

@@ -122,7 +122,9 @@ def test_a_decoded_token_attends_with_the_bits_of_the_packed_one(heads: int, wid
                 assert torch.equal(found[0, :, 0], packed[number, :, place])
 
 
-def test_exact_attention_is_attention_and_so_are_its_gradients() -> None:
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_exact_attention_is_attention_and_so_are_its_gradients(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCRL_KERNELS", kernels)
     lengths = torch.tensor([5, 1, KEYS + 3, 3])
     total = int(lengths.sum())
     size = total + 4

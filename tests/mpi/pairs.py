@@ -36,13 +36,15 @@ def training_engine(
     dtype: torch.dtype = torch.float32,
     lr: float = 1e-2,
     exact: bool = False,
+    gradient_accumulation_fusion: bool | None = None,
 ) -> TrainEngine | None:
     """None on ranks outside `layout`."""
     groups = make_groups({"actor": layout}, world.rank, cache)
     optim = OptimConfig(lr=lr)
     if "actor" not in groups:
         return None
-    return TrainEngine(shape, groups["actor"], seed=3, dtype=dtype, optim=optim, total_steps=4, exact=exact)
+    options = {"dtype": dtype, "exact": exact, "gradient_accumulation_fusion": gradient_accumulation_fusion}
+    return TrainEngine(shape, groups["actor"], seed=3, optim=optim, total_steps=4, **options)
 
 
 def train(actor: TrainEngine | None) -> None:

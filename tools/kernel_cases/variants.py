@@ -250,6 +250,12 @@ def _linear_log_prob_variants() -> list[KernelVariant]:
             {"ENTROPY": True, "SQUARES": True, "TARGETS": 1, "BLOCK": linear_log_prob_triton.BLOCK},
         ),
         KernelVariant(
+            "linear_log_prob row_sums",
+            linear_log_prob_triton.add_columns,
+            {"logits": "*fp32", "targets": "*i64"} | rows | integers,
+            {"ENTROPY": False, "SQUARES": False, "TARGETS": 1, "BLOCK": linear_log_prob_triton.BLOCK},
+        ),
+        KernelVariant(
             "linear_log_prob logits_gradient",
             linear_log_prob_triton.logits_gradient,
             {"logits": "*fp32", "grad": "*bf16", "targets": "*i64", "grad_stride": "i32"} | grads | integers,

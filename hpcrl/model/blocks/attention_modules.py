@@ -13,13 +13,12 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.packed_attention import add_sinks, by_library, causal_attention, is_fused, window_mask
 from hpcrl.kernels.store_heads import HeadWeights
 from hpcrl.model.blocks.layers import norm_factor, plus, sharded_state, split_rms_norm
 from hpcrl.model.blocks.rope import Rope
-from hpcrl.model.exact import exact_attention, packed_attention, with_gradient_of
+from hpcrl.model.exact import exact_attention, has_attention_kernel, packed_attention, with_gradient_of
 from hpcrl.model.gpt import PackedTokens, Tail
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ class ExactPackedAttention(PackedAttention):
     the plain attention."""
 
     def attend_rotated(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedTokens) -> Tensor:
-        if not use_triton("exact_attention", query):
+        if not has_attention_kernel(query):
             return super().attend_rotated(query, key, value, packed)
         assert packed.lengths is not None
         tokens = packed.num_tokens
