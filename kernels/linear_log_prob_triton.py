@@ -180,7 +180,7 @@ def row_sums(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, 
     if len(logits):
         add_columns[(len(logits),)](
             logits, torch.zeros_like(top, dtype=torch.int64), top, total, unused, unused, unused, logits.stride(0), 0,
-            columns, temperature, 1, ENTROPY=False, SQUARES=False, TARGETS=1, BLOCK=BLOCK,
+            columns, float(temperature), 1, ENTROPY=False, SQUARES=False, TARGETS=1, BLOCK=BLOCK,
         )  # fmt: skip
     return top, total
 

@@ -131,7 +131,7 @@ def test_so_are_they_on_a_device(world: World, cache: GroupCache, dtype: torch.d
 def test_so_are_they_by_the_kernels(world: World, cache: GroupCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, with the engine's decode steps of a device."""
     monkeypatch.setenv("HPCRL_KERNELS", "triton")
-    small = dataclasses.replace(SHAPE, num_layers=1, hidden_size=72, ffn_hidden_size=68)
+    small = dataclasses.replace(SHAPE, num_layers=1, hidden_size=72, ffn_hidden_size=68, qkv_bias=True)
     pair = make_pair(world, cache, *LAYOUTS[world.size][0], dtype=torch.bfloat16, shape=small)
     requests = [dataclasses.replace(one, max_new_tokens=3) for one in make_requests()[1:5]]
     found = differences(pair, pair.generate(requests, SAMPLING), 100)
