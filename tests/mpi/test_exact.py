@@ -88,8 +88,8 @@ def make_pair(
 ) -> Pair:
     actor = training_engine(world, cache, shape, training, exact=exact, dtype=dtype)
     train(actor)
-    # Slots are refilled, and wait for memory.
-    limits = {"max_num_seqs": 7, "max_num_batched_tokens": 90, "max_model_len": 2 * KEYS, "kv_sequences": 3}
+    # Slots are refilled, and wait for memory; prompts of more than 60 tokens are prefilled in parts.
+    limits = {"max_num_seqs": 7, "max_num_batched_tokens": 60, "max_model_len": 2 * KEYS, "kv_sequences": 3}
     pair = Pair(world, cache, shape, actor, training, rollout, exact=exact, dtype=dtype, **limits)
     pair.refit()
     return pair
