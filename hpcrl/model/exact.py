@@ -117,8 +117,8 @@ class Tiles(NamedTuple):
         first, sizes = (lengths.cumsum() - lengths)[sequence], np.minimum(tokens, lengths[sequence] - offset)
         width = table.shape[1]
         numbers = np.stack([first + offset, sizes, cached[sequence] + offset, sequence * width], 1)
-        found = (torch.from_numpy(part.astype(np.int32)).to(device) for part in (numbers, table.ravel()))
-        return cls(next(found), tokens, next(found), width)
+        on_device = [torch.from_numpy(part.astype(np.int32)).to(device) for part in (numbers, table.ravel())]
+        return cls(on_device[0], tokens, on_device[1], width)
 
 
 def tile_tokens(per_head: int, dtype: torch.dtype) -> int:
@@ -147,9 +147,8 @@ def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles)
     table = tiles.blocks[blocks.clamp(max=len(tiles.blocks) - 1)]
     cached = keys[table].permute(0, 2, 1, 4, 3).flatten(2, 3), values[table].transpose(1, 2).flatten(2, 3)
     found = exact_attention(padded, *cached, position + place).transpose(1, 2)
-    return queries.new_empty(len(queries) + 1, *queries.shape[1:]).index_copy_(0, rows.flatten(), found.flatten(0, 1))[
-        :-1
-    ]
+    output = queries.new_empty(len(queries) + 1, *queries.shape[1:])
+    return output.index_copy_(0, rows.flatten(), found.flatten(0, 1))[:-1]
 
 
 def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -157,7 +156,7 @@ def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: tup
     d). They are copied to blocks, so that training runs the kernel of decoding."""
     grouped = queries.unflatten(1, (keys.size(1), -1))
     tiles, block, offset = _packed_tiles(lengths, tile_tokens(grouped.size(2), queries.dtype), queries.device)
-    size = len(tiles.blocks), keys.size(1)
+    size = sum(-(-length // PAGE) for length in lengths), keys.size(1)
     paged_keys, paged_values = keys.new_empty(*size, keys.size(-1), PAGE), keys.new_empty(*size, PAGE, keys.size(-1))
     paged_keys.permute(0, 3, 1, 2)[block, offset] = keys
     paged_values.transpose(1, 2)[block, offset] = values
@@ -172,9 +171,10 @@ def _packed_tiles(lengths: tuple[int, ...], tokens: int, device: torch.device) -
     first = counts.cumsum() - counts
     table = np.minimum(first[:, None] + np.arange(counts.max()), counts.sum() - 1)
     position = np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)
-    places = (torch.from_numpy(part).to(device) for part in (first.repeat(sizes) + position // PAGE, position % PAGE))
+    places = first.repeat(sizes) + position // PAGE, position % PAGE
     with torch.inference_mode(False):
-        return Tiles.of(sizes, np.zeros_like(sizes), table, tokens, device), next(places), next(places)
+        block, offset = (torch.from_numpy(part).to(device) for part in places)
+        return Tiles.of(sizes, np.zeros_like(sizes), table, tokens, device), block, offset
 
 
 def with_gradient_of(plain: Tensor, exact: Tensor) -> Tensor:
