@@ -268,6 +268,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
         rotate[(triton.cdiv(tokens, tile.tokens), triton.cdiv(groups * heads, tile.heads))](
             x, cos, sin, y, tokens, *x.stride()[:3], BACK=back, GROUPS=groups, HEADS=heads, HALF=head_dim // 2,
             BLOCK_TOKENS=tile.tokens, BLOCK_HEADS=tile.heads, BLOCK=tile.block,
+            enable_fp_fusion=False,  # exact mode: training rotates queries and keys by other machine code than rollout
         )  # fmt: skip
     return y
 

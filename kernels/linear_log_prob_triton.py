@@ -174,6 +174,17 @@ def _own_sums(
     return OwnSums(top, total, weighted if entropy else None, squares if sum_pi_squared else None, at_targets, here)
 
 
+def row_sums(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return top and total of `OwnSums` of whole rows, fp32 (R, 1), over their first `columns`, always in one order."""
+    top, total, unused = (logits.new_full((len(logits), 1), at, dtype=torch.float32) for at in (-torch.inf, 0.0, 0.0))
+    if len(logits):
+        add_columns[(len(logits),)](
+            logits, torch.zeros_like(top, dtype=torch.int64), top, total, unused, unused, unused, logits.stride(0), 0,
+            columns, float(temperature), 1, ENTROPY=False, SQUARES=False, TARGETS=1, BLOCK=BLOCK,
+        )  # fmt: skip
+    return top, total
+
+
 def _chunks(rows: int, columns: int, times: int = 1) -> Iterator[slice]:
     """Divide `columns` into chunks whose logits take `times` HEAD_CHUNK_BYTES; none without rows."""
     width = HEAD_CHUNK_BYTES // (4 * max(rows, 1)) // MIN_COLUMNS * MIN_COLUMNS

@@ -37,6 +37,8 @@ COLUMNS = ("case", "implementation", "ms", "GB/s", "TFLOP/s", "of floor", "extra
 SMALL: dict[str, dict[str, Any]] = {  # constants of the case modules in a rehearsal
     "checksum": {"ROWS": 32, "COLS": 48},
     "decode_attention": {"DIVISOR": 64},
+    "exact_attention": {"SEQUENCES": 2, "LENGTH": 40, "ROWS": 3, "CONTEXT": 70},
+    "exact_product": {"ROWS": (1, 40), "WEIGHTS": ((48, 80),)},
     "linear_log_prob": {"ROWS": 16, "HIDDEN": 32, "VOCABULARY": 300, "CHUNK_ROWS": 8},
     "pack": {"LAYERS": 2, "HIDDEN": 64},
     "rms_norm": {"ROWS": 16, "WIDTH": 64},

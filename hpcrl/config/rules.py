@@ -241,9 +241,11 @@ def _check_sampling(config: Config) -> None:
 
 
 def _check_exact(config: Config, roles: Mapping[str, PlacedRole]) -> None:
-    for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
-        if dtype not in (None, "float32"):
-            raise ConfigError(f"rollout.exact computes in float32, and {key}={dtype}; use float32 or exact=false")
+    if config.rollout.dtype not in (None, config.model.dtype):
+        raise ConfigError(
+            f"rollout.exact needs one dtype, and model.dtype={config.model.dtype} differs from "
+            f"rollout.dtype={config.rollout.dtype}; make them equal"
+        )
     actor = roles.get("actor")
     if actor is not None and actor.tp != roles["rollout"].tp:
         raise ConfigError(

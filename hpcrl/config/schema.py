@@ -532,7 +532,7 @@ class RolloutConfig(EngineConfig, OpenSection):
     enable_prefix_caching: bool = Field(True, description="prefill a prompt once for all samples of its group")
     free_cache_engine: bool = Field(True, description="give the KV cache back between generations")
     exact: bool = Field(
-        False, description="bitwise the training's log-probs: fp32, CPU, one thread, the actor's tp; slow"
+        False, description="bitwise the training's log-probs: the actor's dtype and tp, one thread on a CPU; slow"
     )
     multi_turn: MultiTurnConfig = subsection(MultiTurnConfig, "tools and users")
     checkpoint_engine: CheckpointEngineConfig = subsection(

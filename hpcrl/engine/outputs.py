@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hpcrl.batch.ragged import Ragged, to_device
 from hpcrl.engine.microbatch import MicroBatch, OutputGather
+from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.linear_log_prob import HeadOutputs, linear_log_probs
 from hpcrl.kernels.vocabulary import SplitSoftmax, vocab_parallel_topk_ids
-from hpcrl.model.exact import exact_log_softmax
+from hpcrl.model.exact import exact_log_probs, exact_log_softmax, with_gradient_of
 
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # isort: skip
 
@@ -49,8 +50,11 @@ def vocab_parallel_log_probs(
     if exact:
         whole = gather_from_tensor_model_parallel_region(logits, group)
         log_p = exact_log_softmax(whole, vocab_size, temperature)
+        log_probs = log_p.gather(1, targets)
+        if use_triton("exact_log_probs", whole):
+            log_probs = with_gradient_of(log_probs, exact_log_probs(whole, targets, vocab_size, temperature))
         return (
-            log_p.gather(1, targets),
+            log_probs,
             -(log_p.exp() * log_p).sum(dim=1) if entropy else None,
             log_p.detach().mul(2).exp().sum(dim=1) if sum_pi_squared else None,
         )

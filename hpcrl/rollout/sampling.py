@@ -17,6 +17,7 @@ from torch import Tensor
 from hpcrl.kernels import sampling as kernels
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.philox import MULTIPLIERS, ROUNDS, WEYL
+from hpcrl.model.exact import exact_log_probs
 from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.rollout.protocol import SamplingParams
 
@@ -91,6 +92,16 @@ def check_finite(is_finite: bool) -> None:
         raise FloatingPointError("the policy's logits are not finite: resume from an earlier checkpoint")
 
 
+def _draw_exact(
+    logits: Tensor, uniform: Tensor, vocab_size: int, sampling: SamplingParams, tp: TensorParallel
+) -> Sampled:
+    """`draw_sharded` with the log-probs of exact mode, of gathered logits."""
+    whole = tp.gather_columns(logits)
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
+    token_ids, _ = kernels.sample(whole, uniform, vocab_size, temperature, top_k, top_p)
+    return Sampled(token_ids, exact_log_probs(whole, token_ids.unsqueeze(1), vocab_size, temperature).squeeze(1))
+
+
 def sample_sharded(
     logits: Tensor, uniform: np.ndarray, vocab_size: int, sampling: SamplingParams, tp: TensorParallel
 ) -> Sampled:
@@ -110,6 +121,8 @@ def draw_sharded(
     a boundary, because the fp32 exponentials are relative to different maxima. Logits are gathered if a filter needs
     all of them, and where there are no kernels, so that results do not depend on the layout there.
     """
+    if tp.exact:
+        return _draw_exact(logits, uniform, vocab_size, sampling, tp)
     temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     filtered = temperature != 0 and (top_k != -1 or top_p < 1)
     if tp.size == 1 or filtered or not use_triton("sampling", logits):

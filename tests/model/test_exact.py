@@ -53,25 +53,30 @@ PRODUCTS = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("columns", "outputs"), PRODUCTS)
-def test_a_row_of_a_product_is_the_same_whatever_runs_beside_it(columns: int, outputs: int) -> None:
-    weight, x = torch.randn(outputs, columns), torch.randn(301, columns)
+def test_a_row_of_a_product_is_the_same_whatever_runs_beside_it(columns: int, outputs: int, dtype: torch.dtype) -> None:
+    weight, x = torch.randn(outputs, columns).to(dtype), torch.randn(301, columns).to(dtype)
     whole = exact_linear(x, weight)
-    torch.testing.assert_close(whole, (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-3)
+    assert whole.dtype == dtype
+    torch.testing.assert_close(
+        exact_linear(x, weight, torch.float32), (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-3
+    )
     for rows in range(1, 301, 1 if columns < 500 else 13):
         start = (7 * rows) % (301 - rows)
         assert torch.equal(exact_linear(x[start : start + rows], weight), whole[start : start + rows])
     shuffled = torch.randperm(301)
     assert torch.equal(exact_linear(x[shuffled].unsqueeze(1), weight).squeeze(1), whole[shuffled])
     # Weights lie anywhere in gradient and bucket buffers, and so at any address.
-    moved = torch.empty(weight.numel() + 5)[5:].view_as(weight).copy_(weight)
+    moved = weight.new_empty(weight.numel() + 5)[5:].view_as(weight).copy_(weight)
     assert torch.equal(exact_linear(x, moved), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [20, 36, 64, 1000])
-def test_so_are_norm_softmax_and_rotation(width: int) -> None:
+def test_so_are_norm_softmax_and_rotation(width: int, dtype: torch.dtype) -> None:
     """These need no form of their own; a torch in which they do would break exact mode."""
-    x = torch.randn(200, width)
+    x = torch.randn(200, width).to(dtype)
     positions = torch.arange(200)
 
     def gated(x: Tensor) -> Tensor:
@@ -79,7 +84,7 @@ def test_so_are_norm_softmax_and_rotation(width: int) -> None:
         return torch.nn.functional.silu(gate) * up
 
     for function, whole in (
-        (lambda x: rms_norm(x, torch.full((width,), 1.1), 1e-5), x),
+        (lambda x: rms_norm(x, torch.full((width,), 1.1, dtype=dtype), 1e-5), x),
         (lambda x: exact_log_softmax(x, width - 3, 0.7), x),
         (gated, x),
         (lambda at: torch.cat(rope_cos_sin(at, Rope(width, 10000.0)), -1), positions),
@@ -90,17 +95,20 @@ def test_so_are_norm_softmax_and_rotation(width: int) -> None:
             assert torch.equal(function(whole[start : start + rows]), expected[start : start + rows])
 
 
-@pytest.mark.parametrize(("heads", "width"), [(1, 6), (2, 10), (3, 16), (8, 64)])
-def test_a_decoded_token_attends_with_the_bits_of_the_packed_one(heads: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "width", "dtype"),
+    [*((*size, torch.float32) for size in ((1, 6), (2, 10), (3, 16), (8, 64))), (3, 10, torch.bfloat16)],
+)
+def test_a_decoded_token_attends_with_the_bits_of_the_packed_one(heads: int, width: int, dtype: torch.dtype) -> None:
     """One sequence in a packed batch with longer ones; the same by prefill of a part and then token by token, from a
     cache that is longer still and full of what others left."""
     groups, lengths = 2, [KEYS + 9, 30, 2 * KEYS]
     longest = max(lengths)
-    queries = torch.randn(3, groups, longest, heads, width)
-    keys, values = torch.randn(2, 3, groups, longest, width)
+    queries = torch.randn(3, groups, longest, heads, width).to(dtype)
+    keys, values = torch.randn(2, 3, groups, longest, width).to(dtype)
     packed = exact_attention(queries, keys, values, torch.arange(longest)[None])
     for number, length in enumerate(lengths):
-        cache = torch.full((2, 1, groups, 3 * KEYS + 5, width), 3.0)
+        cache = torch.full((2, 1, groups, 3 * KEYS + 5, width), 3.0, dtype=dtype)
         cache[:, 0, :, :length] = torch.stack((keys[number, :, :length], values[number, :, :length]))
         prompt = length // 3
         some = exact_attention(
@@ -114,7 +122,9 @@ def test_a_decoded_token_attends_with_the_bits_of_the_packed_one(heads: int, wid
                 assert torch.equal(found[0, :, 0], packed[number, :, place])
 
 
-def test_exact_attention_is_attention_and_so_are_its_gradients() -> None:
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_exact_attention_is_attention_and_so_are_its_gradients(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCRL_KERNELS", kernels)
     lengths = torch.tensor([5, 1, KEYS + 3, 3])
     total = int(lengths.sum())
     size = total + 4
@@ -130,9 +140,8 @@ def test_exact_attention_is_attention_and_so_are_its_gradients() -> None:
 
 
 def test_where_exact_mode_cannot_hold_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_exact(SHAPE, 1, torch.float32, CPU)
-    with pytest.raises(InputError, match="bfloat16"):
-        check_exact(SHAPE, 1, torch.bfloat16, CPU)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_exact(SHAPE, 1, dtype, CPU)
     torch.set_num_threads(2)
     with pytest.raises(InputError, match="OMP_NUM_THREADS=1"):
         check_exact(SHAPE, 1, torch.float32, CPU)

@@ -18,6 +18,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.cache_layout import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.runtime import platform
 from hpcrl.runtime.groups import GroupCache, make_groups
 from hpcrl.runtime.layout import Layout
 from tests.mpi.layouts import make_batch, part_of, policy_loss
@@ -35,13 +36,15 @@ def training_engine(
     dtype: torch.dtype = torch.float32,
     lr: float = 1e-2,
     exact: bool = False,
+    gradient_accumulation_fusion: bool | None = None,
 ) -> TrainEngine | None:
     """None on ranks outside `layout`."""
     groups = make_groups({"actor": layout}, world.rank, cache)
     optim = OptimConfig(lr=lr)
     if "actor" not in groups:
         return None
-    return TrainEngine(shape, groups["actor"], seed=3, dtype=dtype, optim=optim, total_steps=4, exact=exact)
+    options = {"dtype": dtype, "exact": exact, "gradient_accumulation_fusion": gradient_accumulation_fusion}
+    return TrainEngine(shape, groups["actor"], seed=3, optim=optim, total_steps=4, **options)
 
 
 def train(actor: TrainEngine | None) -> None:
@@ -88,6 +91,7 @@ class Pair:
             kv_cache_bytes=kv_sequences
             and max_kv_bytes(shape, rollout.tp, dtype.itemsize, kv_sequences, max_model_len),
             exact=exact,
+            device=platform.device(),
         )
         for weight in self.engine.weights().values() if self.engine else ():
             weight.fill_(torch.nan)  # the refit must write every element

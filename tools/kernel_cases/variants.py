@@ -14,6 +14,8 @@ import torch
 from hpcrl.kernels import (
     checksum_triton,
     decode_attention_triton,
+    exact_attention_triton,
+    exact_product_triton,
     grouped_experts_triton,
     layers_triton,
     linear_log_prob_triton,
@@ -112,6 +114,38 @@ def _decode_attention_variants() -> list[KernelVariant]:
     integers = dict.fromkeys(("n", "num_parts", "wanted", "least"), "i32")
     sizes = {"SIZE": 32, "ROWS": 1024}
     found.append(KernelVariant("decode_attention cut", decode_attention_triton.cut_kernel, pointers | integers, sizes))
+    return found
+
+
+def _exact_product_variants() -> list[KernelVariant]:
+    """A layer's product, the head of 151,936 outputs in fp32, and a layer's product in fp32."""
+    found = []
+    for columns, dtype, out in (
+        (1536, torch.bfloat16, "bf16"),
+        (151936, torch.bfloat16, "fp32"),
+        (1536, torch.float32, "fp32"),
+    ):
+        sizes, num_warps = exact_product_triton.launch(columns, dtype.itemsize)
+        operand = "bf16" if dtype is torch.bfloat16 else "fp32"
+        pointers = {"x": f"*{operand}", "weight": f"*{operand}", "y": f"*{out}", "rows": "i32"}
+        name = f"exact_product {columns} {operand} to {out}"
+        constants = sizes | {"COLUMNS": columns, "TERMS": 1536}
+        found.append(KernelVariant(name, exact_product_triton.multiply, pointers, constants, num_warps))
+    return found
+
+
+def _exact_attention_variants() -> list[KernelVariant]:
+    """Qwen2.5's heads, in fp32 too, Qwen3's, narrow and wide ones."""
+    found = []
+    cases = (2, 6, 128, 10, 2), (8, 4, 128, 16, 2), (8, 4, 64, 16, 2), (1, 8, 256, 8, 2), (2, 6, 128, 2, 4)
+    for groups, per_head, width, tokens, itemsize in cases:
+        constants = exact_attention_triton.constants(groups, per_head, width, 32, itemsize, tokens)
+        operand = "bf16" if itemsize == 2 else "fp32"
+        pointers = dict.fromkeys(("queries", "keys", "values", "outputs"), f"*{operand}")
+        pointers |= dict.fromkeys(("blocks", "tiles"), "*i32") | {"scale": "fp32"}
+        name = f"exact_attention {per_head} of {width} {operand}"
+        options = exact_attention_triton.options(width)
+        found.append(KernelVariant(name, exact_attention_triton.attend, pointers, constants, **options))
     return found
 
 
@@ -230,6 +264,12 @@ def _linear_log_prob_variants() -> list[KernelVariant]:
             {"ENTROPY": True, "SQUARES": True, "TARGETS": 1, "BLOCK": linear_log_prob_triton.BLOCK},
         ),
         KernelVariant(
+            "linear_log_prob row_sums",
+            linear_log_prob_triton.add_columns,
+            {"logits": "*fp32", "targets": "*i64"} | rows | integers,
+            {"ENTROPY": False, "SQUARES": False, "TARGETS": 1, "BLOCK": linear_log_prob_triton.BLOCK},
+        ),
+        KernelVariant(
             "linear_log_prob logits_gradient",
             linear_log_prob_triton.logits_gradient,
             {"logits": "*fp32", "grad": "*bf16", "targets": "*i64", "grad_stride": "i32"} | grads | integers,
@@ -299,6 +339,8 @@ def _sampling_variants() -> list[KernelVariant]:
 def kernel_variants() -> list[KernelVariant]:
     return [
         *_decode_attention_variants(),
+        *_exact_product_variants(),
+        *_exact_attention_variants(),
         *_rms_norm_variants(),
         *_swiglu_variants(),
         *_expert_gradients_variants(),

@@ -18,7 +18,7 @@ from hpcrl.kernels.packed_attention import add_sinks, by_library, causal_attenti
 from hpcrl.kernels.store_heads import HeadWeights
 from hpcrl.model.blocks.layers import norm_factor, plus, sharded_state, split_rms_norm
 from hpcrl.model.blocks.rope import Rope
-from hpcrl.model.exact import exact_attention
+from hpcrl.model.exact import exact_attention, has_attention_kernel, packed_attention, with_gradient_of
 from hpcrl.model.gpt import PackedTokens, Tail
 
 if TYPE_CHECKING:
@@ -75,8 +75,12 @@ class PackedAttention(torch.nn.Module):
         Narrower values are padded, because fused attention has one width; other kernels would hold the weights of all
         pairs of tokens.
         """
-        packed, width = packed_seq_params, value.size(-1)
-        query, key = self.rotate(query, packed), self.rotate(key, packed)
+        packed = packed_seq_params
+        return self.attend_rotated(self.rotate(query, packed), self.rotate(key, packed), value, packed)
+
+    def attend_rotated(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedTokens) -> Tensor:
+        """`forward` after the rotary embedding."""
+        width = value.size(-1)
         if packed.cu_seqlens_q is not None and self.softmax_offset is None and is_fused(query):
             return self._attend_packed(query, key, value, packed)
         if width < key.size(-1):
@@ -130,7 +134,20 @@ class PackedAttention(torch.nn.Module):
 
 
 class ExactPackedAttention(PackedAttention):
-    """Attention that is bitwise equal to the native engine's exact mode."""
+    """Attention that is bitwise equal to the native engine's exact mode. Where it has a kernel, the gradient is that of
+    the plain attention."""
+
+    def attend_rotated(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedTokens) -> Tensor:
+        if not has_attention_kernel(query):
+            return super().attend_rotated(query, key, value, packed)
+        assert packed.lengths is not None
+        tokens = packed.num_tokens
+        with torch.no_grad():
+            found = packed_attention(query[:tokens], key[:tokens], value[:tokens], packed.lengths).flatten(1)
+            found = pad(found, (0, 0, 0, query.size(0) - tokens))
+        if not torch.is_grad_enabled():
+            return found
+        return with_gradient_of(super().attend_rotated(query, key, value, packed), found)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         grouped = query.unflatten(1, (key.size(1), -1)).transpose(2, 3)

@@ -303,20 +303,29 @@ class BiasedExpertOutput(BiasedRowParallel):
 
 
 def use_exact_linear(model: torch.nn.Module) -> None:
-    """Make every parallel linear layer of `model` (without sequence parallelism) compute by `exact_linear`."""
-    for module in model.modules():
+    """Make every parallel linear layer of `model` (without sequence parallelism) compute by `exact_linear`; logits are
+    fp32."""
+    for name, module in model.named_modules():
         if isinstance(module, ColumnParallelLinear):
-            module._forward_impl = partial(_column_product, module)
+            dtype = torch.float32 if name == "output_layer" else None
+            module._forward_impl = partial(_column_product, module, dtype)
         elif isinstance(module, RowParallelLinear):
             module.forward = partial(_row_parallel, module)
+        if getattr(module, "gradient_accumulation_fusion", False) and module.weight is not None:
+            module.weight.sums_in_fp32 = True  # type: ignore[union-attr]
 
 
 def _column_product(
-    layer: ColumnParallelLinear, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+    layer: ColumnParallelLinear,
+    dtype: torch.dtype | None,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     if options["allreduce_dgrad"]:  # megatron sums the input's gradient over ranks in the product's backward pass
         input = copy_to_tensor_model_parallel_region(input, group=layer.tp_group)
-    product = exact_linear(input, weight)
+    product = exact_linear(input, weight, dtype)
     return product if bias is None else product + bias
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, store_heads
 from hpcrl.kernels.vocabulary import LOG2_E
 from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.block import CachedHeads
-from hpcrl.model.exact import exact_attention
+from hpcrl.model.exact import PAGE, Tiles, exact_attention, paged_attention, tile_tokens
 from hpcrl.rollout.engines.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache
@@ -81,6 +81,27 @@ class ExactAttention(HostAttention):
         cached_keys, cached_values = (part[self._rows, :, : self._most] for part in (cached.keys, cached.values))
         outputs = exact_attention(padded.transpose(1, 2), cached_keys, cached_values, self._positions)
         return outputs.transpose(1, 2)[self._sequences, self._places]
+
+
+class ExactBlockAttention(HostAttention):
+    """The same in blocks."""
+
+    def __init__(self, new: NewTokens) -> None:
+        assert isinstance(new.cache, KVCache) and new.cache.block_size == PAGE
+        self.new, self._cache = new, new.cache
+        self._table = new.cache.pool.table(new.rows)
+        self._tiles: dict[int, Tiles] = {}  # by the queries of a KV head
+
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert sinks is None  # exact mode does not support them
+        self.new.store(layer, keys, values)
+        per_head, new = queries.size(2), self.new
+        if per_head not in self._tiles:
+            tokens = tile_tokens(per_head, queries.dtype)
+            self._tiles[per_head] = Tiles.of(new.lengths, new.starts, self._table, tokens, queries.device)
+        return paged_attention(queries, *self._cache[layer][1:], self._tiles[per_head])
 
 
 class PagedAttention(CachedAttention):
@@ -164,6 +185,23 @@ class PagedAttention(CachedAttention):
     def _attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
         heads, keys, values = self._cache[layer]
         return decode_attention(queries, keys, values, self._of_kind[heads], queries.size(-1) ** -0.5, sinks)
+
+
+class ExactPagedAttention(PagedAttention):
+    """The same in exact mode: by the arithmetic of training, and the steps before it one by one, as there."""
+
+    takes_product = False
+
+    def __init__(self, cache: KVCache, blocks: Tensor, starts: Tensor, width: int, cached: Tensor, *rest: Any) -> None:
+        assert cache.block_size == PAGE
+        super().__init__(cache, blocks, starts, width, cached, *rest)
+        rows = torch.arange(len(cached), device=cached.device)
+        numbers = torch.stack([rows, torch.ones_like(rows), cached, starts], 1).int()
+        self._tiles = partial(Tiles, numbers, blocks=blocks, width=width)
+
+    def _attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
+        tiles = self._tiles(tokens=tile_tokens(queries.size(2), queries.dtype))
+        return paged_attention(queries, *self._cache[layer][1:], tiles)
 
 
 @dataclass(eq=False)

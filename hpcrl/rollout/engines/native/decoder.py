@@ -187,6 +187,8 @@ class Decoder:
         Appends the experts of each MoE layer, int64 (n, topk), to `chosen`.
         """
         hidden = self.run(token_ids, attention, chosen, cache_only=False)
+        if self.tp.exact:
+            return exact_linear(hidden, self._head, torch.float32)
         if hidden.device.type == "cuda":
             return product(hidden, self._head.T)  # in fp32, as in training
         return self._linear(hidden, self._head)
@@ -217,7 +219,7 @@ class Decoder:
             if layer.attention is not None:
                 attended = self.tp.sum(layer.attention(number, normed, attention, rotate))
                 following = before_next if layer.mlp is None else layer.before_mlp
-                normed = _add(attended, hidden, layer.after_attention, following)
+                normed = self._add(attended, hidden, layer.after_attention, following)
             if is_last:
                 layer.mlp.route(normed, chosen)
                 break
@@ -225,7 +227,7 @@ class Decoder:
                 output = self.tp.sum(layer.mlp(normed, chosen))
                 if features is not None and number + 1 < len(features.values):
                     output[features.rows] += features.values[number + 1]
-                normed = _add(output, hidden, layer.after_mlp, before_next)
+                normed = self._add(output, hidden, layer.after_mlp, before_next)
         return normed
 
     def _last_needed(self, chosen: list[Tensor] | None) -> int:
@@ -246,13 +248,12 @@ class Decoder:
         found = embedding(local.masked_fill(elsewhere, 0), self._embedding)
         return self.tp.sum(found.masked_fill_(elsewhere[:, None], 0))
 
-
-def _add(output: Tensor, hidden: Tensor, after: NormStep | None, before: NormStep | None) -> Tensor:
-    """Add a block's output to the residual `hidden` in place. Return the next block's input. after, before: the norms
-    of the two."""
-    if after is not None:
-        output = after(output)
-    if before is not None:
-        return before.after_sum(output, hidden)
-    hidden += output
-    return hidden
+    def _add(self, output: Tensor, hidden: Tensor, after: NormStep | None, before: NormStep | None) -> Tensor:
+        """Add a block's output to the residual `hidden` in place. Return the next block's input. after, before: the
+        norms of the two."""
+        if after is not None:
+            output = after(output)
+        if before is not None and not self.tp.exact:
+            return before.after_sum(output, hidden)
+        hidden += output
+        return hidden if before is None else before(hidden)  # in exact mode by the kernel of training

@@ -71,7 +71,7 @@ class NativeEngine:
             "max_model_len": max_model_len,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        if exact or (device.type == "cpu" and not has_kernels):
+        if device.type == "cpu" and not has_kernels:
             self._cache = RowCache(layout, size, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, dtype)
             self._begin: Callable[..., GenerateCall] = partial(RowCall, self._decoder, self._cache, **options)
         else:

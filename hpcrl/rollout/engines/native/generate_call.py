@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from hpcrl.model.blocks.attention_modules import CachedAttention
-from hpcrl.model.exact import exact_log_softmax
 from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.attention import (
     ContinuedAttention,
     DecodeAttention,
     ExactAttention,
+    ExactBlockAttention,
     NewTokens,
     PrefillAttention,
     padded_tokens,
@@ -25,7 +25,7 @@ from hpcrl.rollout.engines.native.kv_cache import KVCache, Moves
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.engines.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
-from hpcrl.rollout.sampling import request_key, sample, sample_sharded
+from hpcrl.rollout.sampling import request_key, sample_sharded
 from hpcrl.runtime.accelerator import annotated
 
 
@@ -206,7 +206,8 @@ class GenerateCall:
 
     def _fill(self, tokens: PrefillTokens, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens, if they are recorded."""
-        kind = ExactAttention if self.decoder.tp.exact else ContinuedAttention if starts[0] else PrefillAttention
+        exact = ExactAttention if isinstance(self.cache, RowCache) else ExactBlockAttention
+        kind = exact if self.decoder.tp.exact else ContinuedAttention if starts[0] else PrefillAttention
         attention: CachedAttention = kind(NewTokens(self.cache, rows, starts, lengths, tokens.rope_positions))
         chosen: list[torch.Tensor] | None = [] if self._records else None
         device = self.cache.device
@@ -251,7 +252,7 @@ class GenerateCall:
 
 @dataclass(eq=False)
 class RowCall(GenerateCall):
-    """Decodes on the CPU, where the cache has rows; also in exact mode."""
+    """Decodes on the CPU, where the cache has rows."""
 
     cache: RowCache
     _rows_changed: bool = field(default=False, init=False)  # since they were sorted
@@ -289,13 +290,7 @@ class RowCall(GenerateCall):
         logits = self.decoder.forward(token_ids, attention, chosen)
         uniform = batch.uniforms(self.trainer_step)
         tp, vocab_size = self.decoder.tp, self.decoder.vocab_size
-        if self.decoder.tp.exact:
-            logits = tp.gather_columns(logits)
-            token_ids = sample(logits, uniform, vocab_size, self.sampling).token_ids
-            every = exact_log_softmax(logits, vocab_size, self.sampling.temperature)
-            log_probs = every.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        else:
-            token_ids, log_probs = sample_sharded(logits, uniform, vocab_size, self.sampling, tp)
+        token_ids, log_probs = sample_sharded(logits, uniform, vocab_size, self.sampling, tp)
         batch.append(token_ids.cpu().numpy(), log_probs.cpu().numpy(), _experts(chosen))
         self._finish()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.philox import uniforms
-from hpcrl.rollout.engines.native.attention import PagedAttention
+from hpcrl.rollout.engines.native.attention import ExactPagedAttention, PagedAttention
 from hpcrl.rollout.engines.native.decoder import Decoder
 from hpcrl.rollout.engines.native.generate_call import GenerateCall
 from hpcrl.rollout.engines.native.kv_cache import KVCache, Moves
@@ -229,7 +229,8 @@ class PagedDecode:
         slots = state.slots.index_select(0, batch_rows)
         of_row = SlotColumns(*state.columns.index_select(1, slots))
         rope_positions = None if self._decoder.vision is None else of_row.cached + of_row.rope_shift
-        attention = PagedAttention(
+        kind = ExactPagedAttention if self._decoder.tp.exact else PagedAttention
+        attention = kind(
             self._cache,
             state.blocks,
             slots * state.width,
