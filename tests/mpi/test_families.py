@@ -20,6 +20,7 @@ NEW = (
     *("qwen3.5-moe", "qwen3-next", "qwen3.5", "nemotron-h", "gpt-oss", "gemma3", "apertus", "olmo3", "smollm3"),
     *("ministral", "seed-oss", "glm4-moe", "minimax-m2"),
 )
+WITH_EXPERTS = ("qwen3.5-moe", "qwen3-next", "nemotron-h", "gpt-oss", "glm4-moe", "minimax-m2")
 
 
 @pytest.mark.parametrize("name", [NEW[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEW[1:])])
@@ -35,13 +36,15 @@ def test_ten_steps_of_a_family(world: Any, lab: Lab, name: str) -> None:
             on(world, tp=world.size),
             model={"path": str(source), "vocab_size": None},
             rollout={"checkpoint_engine": {"verify": "always"}},
+            # Else a token whose experts' scores are equal but for rounding may go to others in training.
+            actor={"router_replay": {"mode": "R3" if name in WITH_EXPERTS else "disabled"}},
             algorithm={"adv_estimator": "grpo"},
             trainer={"total_training_steps": steps, "save_freq": save_freq, "save_hf": True},
         )
 
     whole = metrics(run("whole", STEPS, -1))
     assert len(whole) == STEPS
-    assert max(line["training/rollout_log_probs_diff_max"] for line in whole.values()) < 1e-4
+    assert max(line["training/rollout_log_probs_diff_max"] for line in whole.values()) < 2e-4  # recurrences in fp32
     run("halves", STEPS // 2, STEPS // 2)
     resumed = run("halves", STEPS, STEPS // 2)
     assert metrics(resumed) == whole
