@@ -22,14 +22,16 @@ from torch import Tensor
 def patch_interpreter() -> None:
     """Fix errors of Triton's interpreter.
 
-    Up to Triton 3.9 it truncates to bf16 instead of rounding, widens subnormal bf16 numbers incorrectly, and multiplies
-    the bits of bf16 as integers; up to 3.6 NumPy from 2.4 on rejects its loop bounds, which are arrays of one number.
+    Up to Triton 3.9 it truncates to bf16 instead of rounding, widens subnormal bf16 numbers incorrectly, rounds halves
+    and overflows of 8-bit numbers incorrectly, and multiplies the bits of bf16 as integers; up to 3.6 NumPy from 2.4 on
+    rejects its loop bounds, which are arrays of one number.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     multiply, cast, patch = builder.create_dot, builder.cast_impl, interpreter._patch_lang_tensor
+    convert = builder.create_fp_to_fp
 
     def widened(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
@@ -46,6 +48,15 @@ def patch_interpreter() -> None:
         if dtype.scalar == tl.float32 and x.dtype.scalar == tl.bfloat16:
             return widened(x)
         return cast(self, x, dtype)
+
+    def create_fp_to_fp(self: Any, x: Any, dtype: Any, *rest: Any) -> Any:
+        if dtype.scalar == tl.float8e4nv and x.dtype.scalar == tl.float32:
+            rounded = torch.from_numpy(np.ascontiguousarray(x.data)).to(torch.float8_e4m3fn).view(torch.uint8)
+            return handle(rounded.numpy(), tl.float8e4nv)
+        if dtype.scalar == tl.float32 and x.dtype.scalar == tl.float8e4nv:
+            numbers = torch.from_numpy(np.ascontiguousarray(x.data)).view(torch.float8_e4m3fn)
+            return handle(numbers.float().numpy(), tl.float32)
+        return convert(self, x, dtype, *rest)
 
     def patch_lang_tensor(tensor: Any, *rest: Any) -> None:
         patch(tensor, *rest)
@@ -64,7 +75,7 @@ def patch_interpreter() -> None:
             return self.rewrite()(*args, **kwargs)
         return call_patching(self, *args, **kwargs)
 
-    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
     interpreter._patch_lang_tensor = patch_lang_tensor
     function.__call__ = call
 

@@ -154,8 +154,8 @@ def compile_only(names: list[str], chosen: list[int]) -> None:
     for variant in kernel_variants():
         if variant.name.split()[0] in names:
             begin = time.monotonic()
-            found = [variant.compile(chip) for chip in chosen]
-            columns = "".join(f"{each.registers:>11}{each.shared_bytes:>8}{each.spilled_bytes:>7}" for each in found)
+            found = [variant.compile(chip) if chip >= variant.oldest else ("-",) * 3 for chip in chosen]
+            columns = "".join(f"{registers:>11}{shared:>8}{spilled:>7}" for registers, shared, spilled in found)
             print(f"{variant.name:<42}{columns}{time.monotonic() - begin:8.1f}", flush=True)
 
 

@@ -206,6 +206,7 @@ def check_rollout(config: Config, roles: Mapping[str, PlacedRole]) -> None:
         if "exact" not in engine.supports:
             raise ConfigError(f"rollout.exact is for engine=native, and rollout.engine={engine.name}; change one")
         _check_exact(config, roles)
+    _check_fp8(config)
     try:
         engine.check(config, roles["rollout"].tp)
     except InputError as error:
@@ -250,6 +251,17 @@ def _check_exact(config: Config, roles: Mapping[str, PlacedRole]) -> None:
             f"rollout.exact needs one order of sums, and placement.actor.tp={actor.tp} differs from "
             f"placement.rollout.tp={roles['rollout'].tp}; make them equal"
         )
+
+
+def _check_fp8(config: Config) -> None:
+    rollout, engine = config.rollout, config.engine
+    if rollout.quantization is None:
+        return
+    named = f"rollout.quantization={rollout.quantization}"
+    if "fp8" not in engine.supports:
+        raise ConfigError(f"{named} is for engine=native, and rollout.engine={engine.name}; change one")
+    if rollout.exact:
+        raise ConfigError(f"{named} with rollout.exact=true: 8-bit weights draw from another policy; change one")
 
 
 def _check_router_replay(config: Config, engine: EngineSpec) -> None:

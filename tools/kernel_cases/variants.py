@@ -47,6 +47,7 @@ class KernelVariant:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None  # maximum registers of a thread
+    oldest: int = 80  # chip that has its dtypes
 
     def compile(self, chip: int) -> Resources:
         """Compile for compute capability chip / 10. Needs no GPU; Triton's interpreter must be off."""
@@ -239,13 +240,16 @@ def _linear_log_prob_variants() -> list[KernelVariant]:
 
 
 def _pack_variants() -> list[KernelVariant]:
-    """Copies within bf16 and from fp32 to it, with the widest access and number by number."""
+    """Copies within bf16 and from fp32 to it, with the widest access and number by number, and to 8 bits."""
     found = []
-    for source, destination, vector in (
-        (torch.bfloat16, torch.bfloat16, 8),
-        (torch.float32, torch.bfloat16, 8),
-        (torch.float32, torch.float32, 4),
-        (torch.bfloat16, torch.bfloat16, 1),
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    for source, rounded, destination, vector in (
+        (bf16, None, bf16, 8),
+        (torch.float32, None, bf16, 8),
+        (torch.float32, None, torch.float32, 4),
+        (bf16, None, bf16, 1),
+        (bf16, bf16, fp8, 16),
+        (torch.float32, bf16, fp8, 16),
     ):
         names = (str(dtype).removeprefix("torch.") for dtype in (source, destination))
         found.append(
@@ -253,8 +257,9 @@ def _pack_variants() -> list[KernelVariant]:
                 f"pack {' to '.join(names)}, {vector} at once",
                 pack_triton.copy,
                 {"table": "*i64", "owner": "*i32"},
-                pack_triton.copy_constants(source, destination, vector),
+                pack_triton.copy_constants(source, rounded, destination, vector),
                 pack_triton.NUM_WARPS,
+                oldest=80 if rounded is None else 89,
             )
         )
     return found

@@ -25,6 +25,7 @@ def native_engine(
     ranks_on_node: int,
     enable_prefix_caching: bool = True,
     exact: bool = False,
+    quantization: str | None = None,
 ) -> NativeEngine:
     """A native engine with the sizes of a role's config section. max_model_len: tokens of prompt and response."""
     device, tp = platform.device(), groups.layout.tp
@@ -41,6 +42,7 @@ def native_engine(
         enable_prefix_caching=enable_prefix_caching,
         enforce_eager=cfg.enforce_eager,
         exact=exact,
+        quantization=quantization,
         device=device,
     )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @register_engine("native")
 class Native(Engine):
-    supports = frozenset(("pictures", "routed_experts", "exact", "shared_weights", "evaluations"))
+    supports = frozenset(("pictures", "routed_experts", "exact", "shared_weights", "evaluations", "fp8"))
 
     def make(self, groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
         from hpcrl.model.build import DTYPES
@@ -32,4 +32,5 @@ class Native(Engine):
             ranks_on_node=ranks_on_node,
             enable_prefix_caching=rollout.enable_prefix_caching,
             exact=rollout.exact,
+            quantization=rollout.quantization,
         )

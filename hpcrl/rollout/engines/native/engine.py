@@ -51,6 +51,7 @@ class NativeEngine:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         exact: bool = False,
+        quantization: str | None = None,
         device: torch.device = CPU,
     ) -> None:
         if exact:
@@ -60,7 +61,7 @@ class NativeEngine:
         if kv_cache_bytes is None:
             kv_cache_bytes = layout.most_bytes(dtype.itemsize, *limits)
         self._generating, self._max_encoded_tokens = False, max_num_batched_tokens
-        self._decoder = Decoder(shape, tp, dtype, device)
+        self._decoder = Decoder(shape, tp, dtype, device, quantization)
         width = blocks_for(max_model_len)
         size = tp.smallest(layout.num_blocks(dtype.itemsize, kv_cache_bytes, *limits))
         has_kernels, self._paged = bool(layout.heads) and PagedAttention.fits(layout, BLOCK_SIZE, dtype, device), None

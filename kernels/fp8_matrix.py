@@ -1,0 +1,117 @@
+"""Matrices of a rollout engine in 8 bits, and products with them.
+
+A number is float8_e4m3fn and belongs to a row with one fp32 scale: the largest absolute value of the row / 448, the
+largest number of the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+AT_ONCE = 2**18  # numbers that torch quantises or dequantises at a time
+TEMPORARY_BYTES = 11 * AT_ONCE  # at most
+MULTIPLE = 16  # of rows and columns, in 8-bit products
+
+
+def row_scales(amax: Tensor) -> Tensor:
+    """Return the scales of rows with the largest absolute values `amax` (rows,), fp32."""
+    return torch.where(amax > 0, amax / LARGEST, 1.0)
+
+
+def quantized(values: Tensor, scales: Tensor) -> Tensor:
+    """Return `values` (rows, cols) as numbers that are multiplied by `scales` fp32 (rows, 1)."""
+    return (values.float() / scales).to(FP8)
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Matrix:
+    """`numbers` FP8 (rows, cols), times `scales` fp32 (rows, 1). dtype: values are rounded to it before they are
+    quantised, because they are sent in it, and after they are dequantised."""
+
+    numbers: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def zeros(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Fp8Matrix:
+        return cls(torch.zeros(*size, dtype=FP8, device=device), torch.ones(size[0], 1, device=device), dtype)
+
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Fp8Matrix:
+        """Quantise `values` (rows, cols)."""
+        return cls(quantized(values.to(dtype), scales), scales, dtype)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    def numel(self) -> int:
+        return self.numbers.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.scales.nbytes
+
+    def part(self, row: int, rows: int, col: int, cols: int) -> Fp8Matrix:
+        """Return a view of a rectangle."""
+        end = row + rows
+        return Fp8Matrix(self.numbers[row:end, col : col + cols], self.scales[row:end], self.dtype)
+
+    def copy_(self, values: Tensor) -> None:
+        """Quantise `values` (rows, cols) by the scales that the matrix has, some rows at a time."""
+        for rows in self._row_slices():
+            self.numbers[rows].copy_(quantized(values[rows].to(self.dtype), self.scales[rows]))
+
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the matrix (rows, cols), a copy; in its own dtype unless another is given."""
+        found = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        for rows in self._row_slices():
+            torch.mul(self.numbers[rows].float(), self.scales[rows], out=found[rows])
+        return found
+
+    def _row_slices(self) -> Iterator[slice]:
+        rows, cols = self.shape
+        step = max(1, AT_ONCE // max(cols, 1))
+        return (slice(first, first + step) for first in range(0, rows, step))
+
+
+@cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether a GPU has 8-bit numbers of this format."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def fp8_linear(x: Tensor, weight: Tensor | Fp8Matrix) -> Tensor:
+    """Return `linear(x, weight)`, x (n, cols).
+
+    On GPUs with 8-bit products x is quantised by rows, too, if sizes and dtype allow it. Elsewhere the matrix is
+    dequantised for the call.
+    """
+    if isinstance(weight, Tensor):
+        return linear(x, weight)
+    rows, cols = weight.shape
+    if x.dtype == torch.bfloat16 and not (rows % MULTIPLE or cols % MULTIPLE) and has_fp8(x.device):
+        return fp8_product(x, weight)
+    return linear(x, weight.dequantized())
+
+
+def fp8_product(x: Tensor, weight: Fp8Matrix) -> Tensor:
+    """Return the product of 8-bit numbers, of x bf16 (n, cols) too, as bf16 (n, rows)."""
+    scales = row_scales(torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32))
+    numbers = quantized(x, scales)
+    return torch._scaled_mm(numbers, weight.numbers.T, scales, weight.scales.T, out_dtype=torch.bfloat16)
