@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-AT_ONCE = 2**18  # numbers that torch quantises or dequantises at a time
-TEMPORARY_BYTES = 11 * AT_ONCE  # at most
+AT_ONCE = {"cpu": 2**18, "cuda": 2**24}  # numbers that torch quantises or dequantises at a time
+TEMPORARY_BYTES = 11 * AT_ONCE["cpu"]  # at most
 MULTIPLE = 16  # of rows and columns, in 8-bit products
 
 
@@ -28,7 +28,7 @@ def row_scales(amax: Tensor) -> Tensor:
 
 def quantized(values: Tensor, scales: Tensor) -> Tensor:
     """Return `values` (rows, cols) as numbers that are multiplied by `scales` fp32 (rows, 1)."""
-    return (values.float() / scales).to(FP8)
+    return (values / scales).to(FP8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Fp8Matrix:
 
     def _row_slices(self) -> Iterator[slice]:
         rows, cols = self.shape
-        step = max(1, AT_ONCE // max(cols, 1))
+        step = max(1, AT_ONCE[self.device.type] // max(cols, 1))
         return (slice(first, first + step) for first in range(0, rows, step))
 
 
@@ -113,5 +113,6 @@ def fp8_linear(x: Tensor, weight: Tensor | Fp8Matrix) -> Tensor:
 def fp8_product(x: Tensor, weight: Fp8Matrix) -> Tensor:
     """Return the product of 8-bit numbers, of x bf16 (n, cols) too, as bf16 (n, rows)."""
     scales = row_scales(torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32))
-    numbers = quantized(x, scales)
-    return torch._scaled_mm(numbers, weight.numbers.T, scales, weight.scales.T, out_dtype=torch.bfloat16)
+    rows = Fp8Matrix(torch.empty_like(x, dtype=FP8), scales, x.dtype)
+    rows.copy_(x)
+    return torch._scaled_mm(rows.numbers, weight.numbers.T, scales, weight.scales.T, out_dtype=torch.bfloat16)
