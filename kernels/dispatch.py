@@ -51,10 +51,10 @@ def patch_interpreter() -> None:
 
     def create_fp_to_fp(self: Any, x: Any, dtype: Any, *rest: Any) -> Any:
         if dtype.scalar == tl.float8e4nv and x.dtype.scalar == tl.float32:
-            rounded = torch.from_numpy(np.ascontiguousarray(x.data)).to(torch.float8_e4m3fn).view(torch.uint8)
+            rounded = torch.from_numpy(np.ascontiguousarray(x.data)).to(FP8).view(torch.uint8)
             return handle(rounded.numpy(), tl.float8e4nv)
         if dtype.scalar == tl.float32 and x.dtype.scalar == tl.float8e4nv:
-            numbers = torch.from_numpy(np.ascontiguousarray(x.data)).view(torch.float8_e4m3fn)
+            numbers = torch.from_numpy(np.ascontiguousarray(x.data)).view(FP8)
             return handle(numbers.float().numpy(), tl.float32)
         return convert(self, x, dtype, *rest)
 
@@ -83,6 +83,7 @@ def patch_interpreter() -> None:
 VARIABLE = "HPCRL_KERNELS"
 CHOICES = ("auto", "torch", "triton")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def _reason(choice: str, device: str, dtype: torch.dtype) -> str:
         raise RuntimeError(f"{VARIABLE}=triton on a CPU needs Triton's interpreter; set TRITON_INTERPRET=1 as well")
     if device not in ("cpu", "cuda"):
         return f"no kernels for {device}"
-    if dtype not in FLOATS:
+    if dtype not in (*FLOATS, FP8):
         return f"no kernels for {dtype}"
     if not importlib.util.find_spec("triton"):
         return "Triton is not installed"
@@ -127,6 +128,18 @@ def _log_choice(name: str, device: str, dtype: torch.dtype, reason: str) -> None
     log.info(
         "%s on %s, %s: %s", name, device, str(dtype).removeprefix("torch."), f"torch, {reason}" if reason else "Triton"
     )
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether a GPU has numbers of `FP8`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def lacks_fp8(x: Tensor) -> str:
+    """Return why the device of `x` has no kernels for its dtype; empty if it has."""
+    lacks = x.dtype == FP8 and not x.is_cpu and not has_fp8(x.device)
+    return "a GPU without 8-bit floats" if lacks else ""
 
 
 def use_library(name: str, module: str, x: Tensor, *, unless: str = "") -> bool:

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-FP8 = torch.float8_e4m3fn
+from hpcrl.kernels.dispatch import FP8, has_fp8
+
 LARGEST = 448.0
 AT_ONCE = {"cpu": 2**18, "cuda": 2**24}  # numbers that torch quantises or dequantises at a time
 TEMPORARY_BYTES = 11 * AT_ONCE["cpu"]  # at most
 MULTIPLE = 16  # of rows and columns, in 8-bit products
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `values.to(dtype)`; in FP8 what is too large becomes the largest number."""
+    return values.clamp(-LARGEST, LARGEST).to(FP8) if dtype == FP8 and values.dtype != FP8 else values.to(dtype)
 
 
 def row_scales(amax: Tensor) -> Tensor:
@@ -88,12 +93,6 @@ class Fp8Matrix:
         rows, cols = self.shape
         step = max(1, AT_ONCE[self.device.type] // max(cols, 1))
         return (slice(first, first + step) for first in range(0, rows, step))
-
-
-@cache
-def has_fp8(device: torch.device) -> bool:
-    """Whether a GPU has 8-bit numbers of this format."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def fp8_linear(x: Tensor, weight: Tensor | Fp8Matrix) -> Tensor:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 from torch.nn import Parameter
 
-from hpcrl.kernels.dispatch import FLOATS, use_triton
-from hpcrl.kernels.fp8_matrix import FP8, Fp8Matrix, has_fp8
+from hpcrl.kernels.dispatch import FLOATS, FP8, lacks_fp8, use_triton
+from hpcrl.kernels.fp8_matrix import Fp8Matrix
 
 if TYPE_CHECKING:
     from hpcrl.kernels.pack_triton import Launch
@@ -59,8 +59,10 @@ def _reason(tensors: Sequence[Tensor]) -> str:
     for x in tensors:
         if x.device != device:
             return f"tensors on {device} and {x.device}"
-        if x.dtype not in FLOATS and not (x.dtype == FP8 and (x.is_cpu or has_fp8(device))):
+        if x.dtype not in (*FLOATS, FP8):
             return f"tensors of {x.dtype}"
+        if reason := lacks_fp8(x):
+            return reason
         if type(x) not in (Tensor, Parameter):
             return f"tensors are {type(x).__name__}"
         if x.numel() and x.size(-1) > 1 and x.stride(-1) != 1:

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.fp8_matrix import FP8, Fp8Matrix
+from hpcrl.kernels.dispatch import FP8
+from hpcrl.kernels.fp8_matrix import Fp8Matrix
 from hpcrl.kernels.pack import Pairs
 
 TILE_BYTES = 2**15  # of the wider dtype

@@ -255,13 +255,13 @@ def _check_exact(config: Config, roles: Mapping[str, PlacedRole]) -> None:
 
 def _check_fp8(config: Config) -> None:
     rollout, engine = config.rollout, config.engine
-    if rollout.quantization is None:
-        return
-    named = f"rollout.quantization={rollout.quantization}"
-    if "fp8" not in engine.supports:
-        raise ConfigError(f"{named} is for engine=native, and rollout.engine={engine.name}; change one")
-    if rollout.exact:
-        raise ConfigError(f"{named} with rollout.exact=true: 8-bit weights draw from another policy; change one")
+    for key in ("quantization", "kv_cache_dtype"):
+        if getattr(rollout, key) != "fp8":
+            continue
+        if "fp8" not in engine.supports:
+            raise ConfigError(f"rollout.{key}=fp8 is for engine=native, and rollout.engine={engine.name}; change one")
+        if rollout.exact:
+            raise ConfigError(f"rollout.{key}=fp8 with rollout.exact=true: 8 bits are not exact; change one")
 
 
 def _check_router_replay(config: Config, engine: EngineSpec) -> None:

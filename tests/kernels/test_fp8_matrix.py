@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.fp8_matrix import FP8, Fp8Matrix, fp8_linear, fp8_product, row_scales
+from hpcrl.kernels.dispatch import FP8
+from hpcrl.kernels.fp8_matrix import Fp8Matrix, fp8_linear, fp8_product, row_scales
 from hpcrl.kernels.pack import RepeatedCopies
 
 

@@ -87,13 +87,20 @@ def resources(cubin: bytes) -> Resources:
 
 
 def _decode_attention_variants() -> list[KernelVariant]:
-    """Heads of 128 and of 64 with 4 queries each, and latent attention with 16 queries."""
+    """Heads of 128 and of 64 with 4 queries each, and latent attention with 16 queries; caches in bf16 and 8 bits."""
     found = []
-    for groups, per_head, key, value in ((8, 4, 128, 128), (8, 4, 64, 64), (1, 16, 576, 512)):
-        launch = decode_attention_triton.attend_launch(groups, per_head, key, value, value, key > value, 32, 2)
-        inputs = dict.fromkeys(("queries", "keys", "values"), "*bf16") | dict.fromkeys(("blocks", "parts"), "*i32")
+    for groups, per_head, key, value, bits in (
+        (8, 4, 128, 128, 16),
+        (8, 4, 64, 64, 16),
+        (1, 16, 576, 512, 16),
+        (8, 4, 128, 128, 8),
+        (1, 16, 576, 512, 8),
+    ):
+        launch = decode_attention_triton.attend_launch(groups, per_head, key, value, value, key > value, 32, bits // 8)
+        cached = dict.fromkeys(("keys", "values"), "*bf16" if bits == 16 else "*fp8e4nv")
+        inputs = {"queries": "*bf16"} | cached | dict.fromkeys(("blocks", "parts"), "*i32")
         temporary = dict.fromkeys(("totals", "maxima", "sums"), "*fp32")
-        name = f"decode_attention {per_head} x {key}/{value}"
+        name = f"decode_attention {per_head} x {key}/{value}" + (" in 8 bits" if bits == 8 else "")
         found.append(
             KernelVariant(
                 name,
@@ -101,8 +108,11 @@ def _decode_attention_variants() -> list[KernelVariant]:
                 inputs | temporary | {"scale": "fp32"},
                 launch.constants,
                 launch.num_warps,
+                oldest=89 if bits == 8 else 80,
             )
         )
+        if bits == 8:
+            continue
         launch = decode_attention_triton.combine_launch(groups, per_head, value)
         pointers = temporary | {"parts_of": "*i32", "sinks": "*bf16", "outputs": "*bf16"}
         constants = {**launch.constants, "HAS_SINKS": key == 64}
@@ -207,15 +217,17 @@ def _checksum_variants() -> list[KernelVariant]:
 
 
 def _store_heads_variants() -> list[KernelVariant]:
-    """Qwen2.5's heads, with a bias, and Qwen3's, with norms."""
+    """Qwen2.5's heads, with a bias, and Qwen3's, with norms, also to a cache in 8 bits."""
     found = []
-    for groups, per_head, bias in ((2, 6, True), (8, 4, False)):
-        names = ("mixed", "bias", "query_norm", "key_norm", "queries", "keys", "values")
-        pointers = dict.fromkeys(names, "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32")
+    for groups, per_head, bias, cached in ((2, 6, True, "bf16"), (8, 4, False, "bf16"), (8, 4, False, "fp8e4nv")):
+        names = ("mixed", "bias", "query_norm", "key_norm", "queries")
+        pointers = dict.fromkeys(names, "*bf16") | dict.fromkeys(("keys", "values"), f"*{cached}")
+        pointers |= dict.fromkeys(("cos", "sin"), "*fp32")
         sizes = {"BIAS": bias, "NORM": not bias} | store_heads_triton.constants(groups, per_head, 128, 32)
         numbers = dict.fromkeys(("blocks", "offsets"), "*i64") | {"stride": "i32", "eps": "fp32"}
-        title = f"store_heads {groups} x {per_head} of 128"
-        found.append(KernelVariant(title, store_heads_triton.store, pointers | numbers, sizes))
+        title = f"store_heads {groups} x {per_head} of 128" + (" in 8 bits" if cached != "bf16" else "")
+        oldest = 80 if cached == "bf16" else 89
+        found.append(KernelVariant(title, store_heads_triton.store, pointers | numbers, sizes, oldest=oldest))
     return found
 
 

@@ -148,7 +148,8 @@ class PicturePass:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """A generation engine on one of its ranks. longest: tokens of a sequence. quantization: as in the config."""
+    """A generation engine on one of its ranks. longest: tokens of a sequence. quantization and
+    kv_cache_dtype: as in the config."""
 
     cfg: EngineConfig
     shape: ModelShape
@@ -156,6 +157,7 @@ class EngineMemory:
     itemsize: int
     longest: int
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
 
     @cached_property
     def weights(self) -> int:
@@ -177,7 +179,8 @@ class EngineMemory:
 
     @property
     def cache(self) -> PlannedCache:
-        return PlannedCache(self.cfg, self.shape, self.layout.tp, self.itemsize, self.longest)
+        itemsize = 1 if self.kv_cache_dtype == "fp8" else self.itemsize
+        return PlannedCache(self.cfg, self.shape, self.layout.tp, itemsize, self.longest)
 
     def work(self) -> tuple[int, int]:
         """Return an estimate of two sizes in bytes: the activations of a prefill, and the logits of all running

@@ -165,7 +165,8 @@ class TrainingPlan:
     def engine(self) -> EngineMemory:
         """The rollout engine."""
         cfg, refit, longest = self.config.rollout, self.refit, self.derived.max_sequence_length
-        return EngineMemory(cfg, refit.shape, self.layouts["rollout"], refit.itemsize, longest, cfg.quantization)
+        fixed = cfg, refit.shape, self.layouts["rollout"], refit.itemsize, longest
+        return EngineMemory(*fixed, cfg.quantization, cfg.kv_cache_dtype)
 
     @cached_property
     def judge(self) -> EngineMemory | None:

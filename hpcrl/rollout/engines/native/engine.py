@@ -33,7 +33,8 @@ class NativeEngine:
 
     `max_num_seqs` sequences run at once, `max_num_batched_tokens` prompt tokens are prefilled in one call, and
     `max_model_len` is the longest prompt plus the longest response. The KV cache takes `kv_cache_bytes` on each rank
-    (None: as much as these limits can use); if it is full, sequences wait or are preempted.
+    (None: as much as these limits can use) of `cache_dtype` (None: `dtype`); if it is full, sequences wait or are
+    preempted.
     """
 
     def __init__(
@@ -52,19 +53,21 @@ class NativeEngine:
         enforce_eager: bool = False,
         exact: bool = False,
         quantization: str | None = None,
+        cache_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
     ) -> None:
         if exact:
             check_exact(shape, tp_size, dtype, device)
         tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
         layout, limits = CacheLayout.of(shape, tp_size, max_model_len), (max_num_seqs, max_model_len)
+        cached = cache_dtype or dtype
         if kv_cache_bytes is None:
-            kv_cache_bytes = layout.most_bytes(dtype.itemsize, *limits)
+            kv_cache_bytes = layout.most_bytes(cached.itemsize, *limits)
         self._generating, self._max_encoded_tokens = False, max_num_batched_tokens
         self._decoder = Decoder(shape, tp, dtype, device, quantization)
         width = blocks_for(max_model_len)
-        size = tp.smallest(layout.num_blocks(dtype.itemsize, kv_cache_bytes, *limits))
-        has_kernels, self._paged = bool(layout.heads) and PagedAttention.fits(layout, BLOCK_SIZE, dtype, device), None
+        size = tp.smallest(layout.num_blocks(cached.itemsize, kv_cache_bytes, *limits))
+        has_kernels, self._paged = bool(layout.heads) and PagedAttention.fits(layout, BLOCK_SIZE, cached, device), None
         self._cache: KVCache | RowCache
         options: dict[str, Any] = {
             "max_num_seqs": max_num_seqs,
@@ -73,10 +76,10 @@ class NativeEngine:
             "enable_prefix_caching": enable_prefix_caching,
         }
         if exact or (device.type == "cpu" and not has_kernels):
-            self._cache = RowCache(layout, size, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, dtype)
+            self._cache = RowCache(layout, size, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, cached)
             self._begin: Callable[..., GenerateCall] = partial(RowCall, self._decoder, self._cache, **options)
         else:
-            self._cache = KVCache(layout, size, BLOCK_SIZE, max_num_seqs, dtype, device)
+            self._cache = KVCache(layout, size, BLOCK_SIZE, max_num_seqs, cached, device)
             # No graphs with experts: the host reads how many tokens each of them has.
             graphed = device.type == "cuda" and has_kernels and not enforce_eager and shape.routed is None
             self._paged = PagedDecode(self._decoder, self._cache, max_num_seqs, width, is_graphed=graphed)
