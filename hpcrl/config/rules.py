@@ -202,11 +202,11 @@ def check_rollout(config: Config, roles: Mapping[str, PlacedRole]) -> None:
     """ConfigError with one line for the first combination that cannot work; `roles` are those that the job places."""
     _check_sampling(config)
     engine = config.engine
+    _check_fp8(config)
     if config.rollout.exact:
         if "exact" not in engine.supports:
             raise ConfigError(f"rollout.exact is for engine=native, and rollout.engine={engine.name}; change one")
         _check_exact(config, roles)
-    _check_fp8(config)
     try:
         engine.check(config, roles["rollout"].tp)
     except InputError as error:

@@ -214,12 +214,19 @@ def test_disk() -> None:
     assert kept_checkpoints(everything.trainer, 500) == 50
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_an_engine_has_the_planned_bytes(monkeypatch: pytest.MonkeyPatch, quantization: str | None) -> None:
+@pytest.mark.parametrize(("quantization", "cached"), [(None, None), ("fp8", torch.float8_e4m3fn)], ids=["fp32", "fp8"])
+def test_an_engine_has_the_planned_bytes(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, cached: torch.dtype | None
+) -> None:
     monkeypatch.chdir(ROOT)
     job = TrainingPlan(
         load_config(
-            "configs/ppo_countdown_cpu.yaml", ["placement.actor.tp=1", f"rollout.quantization={quantization or 'null'}"]
+            "configs/ppo_countdown_cpu.yaml",
+            [
+                "placement.actor.tp=1",
+                f"rollout.quantization={quantization or 'null'}",
+                f"rollout.kv_cache_dtype={quantization or 'auto'}",
+            ],
         )
     )
     generation, refit = (next(row for row in job.rows() if row.phase == name) for name in ("rollout", "refit"))
@@ -231,6 +238,7 @@ def test_an_engine_has_the_planned_bytes(monkeypatch: pytest.MonkeyPatch, quanti
         max_num_batched_tokens=64,
         max_model_len=longest,
         quantization=quantization,
+        cache_dtype=cached,
     )
     cache = engine._cache
     assert generation.kv_cache == sum(plane.nbytes for plane in cache.planes[0].owned)
