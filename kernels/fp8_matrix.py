@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 from hpcrl.kernels.dispatch import FP8, has_fp8
 
 LARGEST = 448.0
-AT_ONCE = {"cpu": 2**18, "cuda": 2**24}  # numbers that torch quantises or dequantises at a time
-TEMPORARY_BYTES = 11 * AT_ONCE["cpu"]  # at most
+AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**24  # numbers that torch quantises or dequantises at a time
+TEMPORARY_BYTES = 11 * AT_ONCE  # at most
 MULTIPLE = 16  # of rows and columns, in 8-bit products
 
 
@@ -80,7 +80,7 @@ class Fp8Matrix:
     def copy_(self, values: Tensor) -> None:
         """Quantise `values` (rows, cols) by the scales that the matrix has, some rows at a time."""
         for rows in self._row_slices():
-            self.numbers[rows].copy_(quantized(values[rows].to(self.dtype), self.scales[rows]))
+            self.numbers[rows].copy_(quantized(values[rows].to(self.device, self.dtype), self.scales[rows]))
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix (rows, cols), a copy; in its own dtype unless another is given."""
@@ -91,7 +91,7 @@ class Fp8Matrix:
 
     def _row_slices(self) -> Iterator[slice]:
         rows, cols = self.shape
-        step = max(1, AT_ONCE[self.device.type] // max(cols, 1))
+        step = max(1, (AT_ONCE if self.numbers.is_cpu else AT_ONCE_ON_DEVICE) // max(cols, 1))
         return (slice(first, first + step) for first in range(0, rows, step))
 
 

@@ -76,7 +76,9 @@ class Shard(NamedTuple):
 
 
 # Matrices of attention and of feed-forward layers, shared experts' too, whose products engines take by `linear` only.
-_QUANTIZED = re.compile(r".*\.(self_attention\.linear_(qkv|proj)|mlp\.(shared_experts\.)?linear_fc[12])\.weight")
+_QUANTIZED = re.compile(
+    r"decoder\.layers\.\d+\.(self_attention\.linear_(qkv|proj)|mlp\.(shared_experts\.)?linear_fc[12])\.weight"
+)
 
 
 def quantized_names(shape: ModelShape, quantization: str | None) -> frozenset[str]:

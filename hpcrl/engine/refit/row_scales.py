@@ -48,8 +48,8 @@ class RowScales:
         from mpi4py import MPI
 
         amax = torch.zeros(self._num_rows)
-        for name, boxes in self._held.items():
-            weight = source[name]  # merged adapters are computed at each access
+        for (local_name, name), boxes in self._held.items():
+            weight = source[local_name]  # merged adapters are computed at each access
             for (top, bottom), (left, right), row, col in boxes:
                 values = weight[row : row + bottom - top, col : col + right - left]
                 largest = torch.linalg.vector_norm(values, torch.inf, 1).to(self._dtype).float().cpu()
@@ -57,8 +57,8 @@ class RowScales:
                 torch.maximum(place, largest, out=place)
         wait(self._comm.Iallreduce(MPI.IN_PLACE, amax.numpy(), MPI.MAX))
         self._scales = row_scales(amax)
-        for name, boxes in self._needed.items():
-            matrix = destination[name]
+        for (local_name, name), boxes in self._needed.items():
+            matrix = destination[local_name]
             assert isinstance(matrix, Fp8Matrix)
             for (top, bottom), _, row, _ in boxes:
                 matrix.scales[row : row + bottom - top, 0] = self._of(self._scales, name, top, bottom)
@@ -77,11 +77,11 @@ class RowScales:
         return rows[first + top : first + bottom]
 
 
-def _boxes(groups: list[ShardGroup], rank: int, names: Collection[str]) -> dict[str, list[Box]]:
-    """Return what a rank has of the weights `names`, in Megatron's format."""
-    found: dict[str, list[Box]] = defaultdict(list)
+def _boxes(groups: list[ShardGroup], rank: int, names: Collection[str]) -> dict[tuple[str, str], list[Box]]:
+    """Return what a rank has of the weights `names`, by local and global names."""
+    found: dict[tuple[str, str], list[Box]] = defaultdict(list)
     for group in groups:
         for shard in group.shards if rank in group.ranks else ():
             if shard.name in names:
-                found[shard.name] += shard.boxes
+                found[shard.local_name, shard.name] += shard.boxes
     return found
