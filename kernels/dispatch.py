@@ -136,9 +136,9 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def lacks_fp8(x: Tensor) -> str:
-    """Return why the device of `x` has no kernels for its dtype; empty if it has."""
-    lacks = x.dtype == FP8 and not x.is_cpu and not has_fp8(x.device)
+def lacks_fp8(x: Tensor, dtype: torch.dtype | None = None) -> str:
+    """Return why the device of `x` has no kernels for its dtype, or another; empty if it has."""
+    lacks = (dtype or x.dtype) == FP8 and not x.is_cpu and not has_fp8(x.device)
     return "a GPU without 8-bit floats" if lacks else ""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hpcrl.kernels.dispatch import FP8, has_fp8
+from hpcrl.kernels.dispatch import FP8, has_fp8, lacks_fp8, use_triton
 
 LARGEST = 448.0
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**24  # numbers that torch quantises or dequantises at a time
@@ -111,7 +111,19 @@ def fp8_linear(x: Tensor, weight: Tensor | Fp8Matrix) -> Tensor:
 
 def fp8_product(x: Tensor, weight: Fp8Matrix) -> Tensor:
     """Return the product of 8-bit numbers, of x bf16 (n, cols) too, as bf16 (n, rows)."""
-    scales = row_scales(torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32))
-    rows = Fp8Matrix(torch.empty_like(x, dtype=FP8), scales, x.dtype)
-    rows.copy_(x)
-    return torch._scaled_mm(rows.numbers, weight.numbers.T, scales, weight.scales.T, out_dtype=torch.bfloat16)
+    numbers, scales = quantize_rows(x)
+    return torch._scaled_mm(numbers, weight.numbers.T, scales, weight.scales.T, out_dtype=torch.bfloat16)
+
+
+def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `values` (rows, cols) in 8 bits: FP8 (rows, cols) and scales fp32 (rows, 1). Moves the values in twice,
+    once if they are in a cache, and a byte for each out."""
+    reason = lacks_fp8(values, FP8) or ("" if values.stride(1) == 1 else "columns lie apart")
+    if use_triton("quantize_rows", values, unless=reason):
+        from hpcrl.kernels.fp8_matrix_triton import quantize_rows as fused
+
+        return fused(values)
+    scales = row_scales(torch.linalg.vector_norm(values, torch.inf, 1, keepdim=True, dtype=torch.float32))
+    rows = Fp8Matrix(torch.empty_like(values, dtype=FP8), scales, values.dtype)
+    rows.copy_(values)
+    return rows.numbers, scales

@@ -37,6 +37,7 @@ COLUMNS = ("case", "implementation", "ms", "GB/s", "TFLOP/s", "of floor", "extra
 SMALL: dict[str, dict[str, Any]] = {  # constants of the case modules in a rehearsal
     "checksum": {"ROWS": 32, "COLS": 48},
     "decode_attention": {"DIVISOR": 64},
+    "fp8_matrix": {"COLS": 64, "OUTPUTS": 48, "ROWS": (4,)},
     "linear_log_prob": {"ROWS": 16, "HIDDEN": 32, "VOCABULARY": 300, "CHUNK_ROWS": 8},
     "pack": {"LAYERS": 2, "HIDDEN": 64},
     "rms_norm": {"ROWS": 16, "WIDTH": 64},

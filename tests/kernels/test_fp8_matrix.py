@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.dispatch import FP8
-from hpcrl.kernels.fp8_matrix import Fp8Matrix, fp8_linear, fp8_product, row_scales
+from hpcrl.kernels.fp8_matrix import Fp8Matrix, fp8_linear, fp8_product, quantize_rows, row_scales
 from hpcrl.kernels.pack import RepeatedCopies
 
 
@@ -44,6 +44,17 @@ def test_the_kernel_of_a_refit_quantizes_as_torch_does(
     rounded = values.to(dtype).float()
     error = (found.dequantized(torch.float32) - rounded).abs()
     assert bool((error <= torch.maximum(rounded.abs() / 16, 0.5 * 2**-9 * found.scales) * 1.001).all())
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(37, 64), (5, 4099)])
+def test_rows_that_are_quantized(device: torch.device, rows: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's bits are torch's, also where rows lie apart and have several blocks."""
+    values = drawn(rows, cols + 16, torch.bfloat16, device)[:, :cols]
+    found = quantize_rows(values)
+    monkeypatch.setenv("HPCRL_KERNELS", "torch")
+    for ours, its in zip(found, quantize_rows(values), strict=True):
+        assert torch.equal(ours.view(torch.uint8), its.view(torch.uint8))
+    assert torch.equal(found[1], scales_of(values, torch.bfloat16))
 
 
 def test_products(device: torch.device) -> None:

@@ -19,7 +19,7 @@ if [[ $rehearsal == yes ]]; then
     bench+=(--rehearse)
     export HPCRL_KERNELS=triton # in its interpreter
 fi
-for kernel in decode_attention linear_log_prob sampling rms_norm rope store_heads swiglu pack checksum; do # one may end its process
+for kernel in decode_attention linear_log_prob sampling rms_norm rope store_heads swiglu pack checksum fp8_matrix; do # one may end its process
     check "$kernel" 60 "${one[@]}" "${bench[@]}" "$kernel"
 done
 finish

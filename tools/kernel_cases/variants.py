@@ -14,6 +14,7 @@ import torch
 from hpcrl.kernels import (
     checksum_triton,
     decode_attention_triton,
+    fp8_matrix_triton,
     grouped_experts_triton,
     layers_triton,
     linear_log_prob_triton,
@@ -216,6 +217,20 @@ def _checksum_variants() -> list[KernelVariant]:
     return found
 
 
+def _fp8_matrix_variants() -> list[KernelVariant]:
+    """The inputs of the 1.5B shape's products."""
+    return [
+        KernelVariant(
+            f"fp8_matrix rows of {cols}",
+            fp8_matrix_triton.quantize,
+            {"values": "*bf16", "numbers": "*fp8e4nv", "scales": "*fp32", "stride": "i32", "cols": "i32"},
+            fp8_matrix_triton.constants(cols),
+            oldest=89,
+        )
+        for cols in (1536, 8960)
+    ]
+
+
 def _store_heads_variants() -> list[KernelVariant]:
     """Qwen2.5's heads, with a bias, and Qwen3's, with norms, also to a cache in 8 bits."""
     found = []
@@ -322,6 +337,7 @@ def kernel_variants() -> list[KernelVariant]:
         *_rope_variants(),
         *_store_heads_variants(),
         *_checksum_variants(),
+        *_fp8_matrix_variants(),
         *_linear_log_prob_variants(),
         *_pack_variants(),
         *_sampling_variants(),

@@ -51,7 +51,7 @@ def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer:
     if "fp8" in (config.rollout.quantization, config.rollout.kv_cache_dtype) and all(it is None for it in chosen):
         log.warning(
             "rollout in fp8: samples are of a policy that differs from the trained one by rounding, see "
-            "training/rollout_log_probs_diff_mean; algorithm.rollout_correction.preset=%s corrects that",
+            "training/rollout_log_probs_diff_mean; `hpcrl train` corrects it by algorithm.rollout_correction.preset=%s",
             ASYNCHRONOUS,
         )
     return (Recorded if config.trainer.rollouts_from is not None else SOURCES[mode])(context)
