@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.dispatch import lacks_fp8, use_triton
 
 MAX_WIDTH = 512  # of a value, and of a key's largest power of 2
 NUM_PROGRAMS = 4096  # target number of programs: some dozen per multiprocessor of a GPU
@@ -100,7 +100,8 @@ def decode_attention(
     queries: (n, KV heads, queries of a head, key_dim); keys: (blocks, KV heads, key_dim, block size), contiguous;
     values: (blocks, KV heads, block size, value_dim), contiguous, or the view of the first columns of the keys,
     `keys[:, :, :value_dim].transpose(2, 3)`, which are then read once. All fp32, bf16 or fp16, as is the result (n, KV
-    heads, queries of a head, value_dim), computed in fp32. Blocks must be finite after a row's last token. No gradient.
+    heads, queries of a head, value_dim), computed in fp32; or keys and values float8_e4m3fn, which are converted to the
+    dtype of the queries (not yet run on a GPU). Blocks must be finite after a row's last token. No gradient.
 
     Moves the keys and values of all rows once, and for each part an output in fp32 twice; 2 (key_dim + value_dim)
     operations per query and token.
@@ -123,7 +124,7 @@ def _reason(keys: Tensor, values: Tensor) -> str:
     size, width = keys.size(-1), max(first_width(keys, values), values.size(-1))
     if size < 16 or size & (size - 1):
         return f"blocks of {size} tokens are not a power of 2 of at least 16"
-    return f"heads of {width} are wider than {MAX_WIDTH}" if width > MAX_WIDTH else ""
+    return f"heads of {width} are wider than {MAX_WIDTH}" if width > MAX_WIDTH else lacks_fp8(keys)
 
 
 def values_are_keys(keys: Tensor, values: Tensor) -> bool:

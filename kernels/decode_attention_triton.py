@@ -65,17 +65,18 @@ def attend(
                 mask=valid[None, :] & (of_first < FIRST)[:, None],
                 other=0.0,
             )
+            key = key.to(first_query.dtype)  # from 8 bits
             scores = tl.dot(first_query, key, input_precision="ieee")
             if REST > 0:
                 inside = valid[None, :] & (of_rest < REST)[:, None]
                 rest = tl.load(keys_at[None, :] + (FIRST + of_rest)[:, None] * SIZE, mask=inside, other=0.0)
-                scores = tl.dot(rest_query, rest, scores, input_precision="ieee")
+                scores = tl.dot(rest_query, rest.to(rest_query.dtype), scores, input_precision="ieee")
             if VALUE_IN_KEY:
                 value = tl.trans(key)
             else:
                 values_at = values + item * (SIZE * VALUE) + offset * VALUE
                 inside = valid[:, None] & (of_value < VALUE)[None, :]
-                value = tl.load(values_at[:, None] + of_value[None, :], mask=inside, other=0.0)
+                value = tl.load(values_at[:, None] + of_value[None, :], mask=inside, other=0.0).to(key.dtype)
             # Load the next tile's block numbers early, so that its loads need not wait for them.
             number += TILE // SIZE
             valid = number < num_blocks

@@ -22,14 +22,16 @@ from torch import Tensor
 def patch_interpreter() -> None:
     """Fix errors of Triton's interpreter.
 
-    Up to Triton 3.9 it truncates to bf16 instead of rounding, widens subnormal bf16 numbers incorrectly, and multiplies
-    the bits of bf16 as integers; up to 3.6 NumPy from 2.4 on rejects its loop bounds, which are arrays of one number.
+    Up to Triton 3.9 it truncates to bf16 instead of rounding, widens subnormal bf16 numbers incorrectly, rounds halves
+    and overflows of 8-bit numbers incorrectly, and multiplies the bits of bf16 as integers; up to 3.6 NumPy from 2.4 on
+    rejects its loop bounds, which are arrays of one number.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     multiply, cast, patch = builder.create_dot, builder.cast_impl, interpreter._patch_lang_tensor
+    convert = builder.create_fp_to_fp
 
     def widened(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
@@ -46,6 +48,15 @@ def patch_interpreter() -> None:
         if dtype.scalar == tl.float32 and x.dtype.scalar == tl.bfloat16:
             return widened(x)
         return cast(self, x, dtype)
+
+    def create_fp_to_fp(self: Any, x: Any, dtype: Any, *rest: Any) -> Any:
+        if dtype.scalar == tl.float8e4nv and x.dtype.scalar == tl.float32:
+            rounded = torch.from_numpy(np.ascontiguousarray(x.data)).to(FP8).view(torch.uint8)
+            return handle(rounded.numpy(), tl.float8e4nv)
+        if dtype.scalar == tl.float32 and x.dtype.scalar == tl.float8e4nv:
+            numbers = torch.from_numpy(np.ascontiguousarray(x.data)).view(FP8)
+            return handle(numbers.float().numpy(), tl.float32)
+        return convert(self, x, dtype, *rest)
 
     def patch_lang_tensor(tensor: Any, *rest: Any) -> None:
         patch(tensor, *rest)
@@ -64,7 +75,7 @@ def patch_interpreter() -> None:
             return self.rewrite()(*args, **kwargs)
         return call_patching(self, *args, **kwargs)
 
-    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
     interpreter._patch_lang_tensor = patch_lang_tensor
     function.__call__ = call
 
@@ -72,6 +83,7 @@ def patch_interpreter() -> None:
 VARIABLE = "HPCRL_KERNELS"
 CHOICES = ("auto", "torch", "triton")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +114,7 @@ def _reason(choice: str, device: str, dtype: torch.dtype) -> str:
         raise RuntimeError(f"{VARIABLE}=triton on a CPU needs Triton's interpreter; set TRITON_INTERPRET=1 as well")
     if device not in ("cpu", "cuda"):
         return f"no kernels for {device}"
-    if dtype not in FLOATS:
+    if dtype not in (*FLOATS, FP8):
         return f"no kernels for {dtype}"
     if not importlib.util.find_spec("triton"):
         return "Triton is not installed"
@@ -116,6 +128,18 @@ def _log_choice(name: str, device: str, dtype: torch.dtype, reason: str) -> None
     log.info(
         "%s on %s, %s: %s", name, device, str(dtype).removeprefix("torch."), f"torch, {reason}" if reason else "Triton"
     )
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether a GPU has numbers of `FP8`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def lacks_fp8(x: Tensor, dtype: torch.dtype | None = None) -> str:
+    """Return why the device of `x` has no kernels for its dtype, or another; empty if it has."""
+    lacks = (dtype or x.dtype) == FP8 and not x.is_cpu and not has_fp8(x.device)
+    return "a GPU without 8-bit floats" if lacks else ""
 
 
 def use_library(name: str, module: str, x: Tensor, *, unless: str = "") -> bool:

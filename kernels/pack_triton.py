@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hpcrl.kernels.dispatch import FP8
+from hpcrl.kernels.fp8_matrix import Fp8Matrix
 from hpcrl.kernels.pack import Pairs
 
 TILE_BYTES = 2**15  # of the wider dtype
@@ -18,19 +20,21 @@ MAX_VECTORS = 2048  # in a tile: the addresses that 256 threads can hold
 ACCESS_BYTES = 16  # bytes of one access
 MAX_ROW = 2**30  # numbers; offsets within a tile are 32-bit from the start of a row
 NUM_WARPS = 8
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, FP8: tl.float8e4nv}
 
-# columns of a table: the first tile of a rectangle; both addresses; rows, vectors in a row; numbers from row to row
-FIELDS = tl.constexpr(7)
+# columns of a table: the first tile of a rectangle; both addresses; rows, vectors in a row; numbers from row to row;
+# address of the scales of rows
+FIELDS = tl.constexpr(8)
 
 
 @triton.jit
 def copy(
-    table, owner, FROM: tl.constexpr, TO: tl.constexpr, FROM_BYTES: tl.constexpr, TO_BYTES: tl.constexpr,
-    VECTOR: tl.constexpr, TILE: tl.constexpr,
+    table, owner, FROM: tl.constexpr, ROUNDED: tl.constexpr, TO: tl.constexpr, FROM_BYTES: tl.constexpr,
+    TO_BYTES: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Tile i is TILE vectors of rectangle owner[i], row after row. VECTOR neighbours are moved at once: their addresses
-    are multiples of FROM_BYTES and TO_BYTES, which the compiler cannot derive from a table."""
+    are multiples of FROM_BYTES and TO_BYTES, which the compiler cannot derive from a table. With ROUNDED, a dtype, what
+    is rounded to it is quantised, as by `Fp8Matrix.copy_`."""
     tile = tl.program_id(0).to(tl.int64)
     entry = table + tl.load(owner + tile).to(tl.int64) * FIELDS
     first = (tile - tl.load(entry)) * TILE
@@ -49,46 +53,60 @@ def copy(
     source += (row * source_stride + column * VECTOR)[:, None] + lane
     destination += (row * destination_stride + column * VECTOR)[:, None] + lane
     values = tl.load(tl.multiple_of(source, (FROM_BYTES, FROM_BYTES)), mask=inside)
+    if ROUNDED is not None:
+        scales = tl.load(entry + 7).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + row, mask=row < rows, other=1.0)[:, None]
+        values = tl.div_rn(values.to(ROUNDED).to(tl.float32), tl.broadcast_to(scale, (TILE, VECTOR)))
     tl.store(tl.multiple_of(destination, (TO_BYTES, TO_BYTES)), values.to(TO), mask=inside)
 
 
 class Launch(NamedTuple):
-    """table: int64 (rectangles, FIELDS); owner: int32 (tiles,)."""
+    """table: int64 (rectangles, FIELDS); owner: int32 (tiles,). rounded: the dtype of an `Fp8Matrix`; None: others."""
 
     table: Tensor
     owner: Tensor
     source: torch.dtype
+    rounded: torch.dtype | None
     destination: torch.dtype
     vector: int
 
 
 def launches(pairs: Pairs, device: torch.device) -> list[Launch]:
     """Return the fewest launches that copy all of `pairs`, with the widest possible accesses."""
-    by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, ...]]] = defaultdict(list)
+    by_dtypes: dict[tuple[torch.dtype, torch.dtype | None, torch.dtype], list[tuple[int, ...]]] = defaultdict(list)
     for source, destination in pairs:
+        rounded, scales = None, 0
+        if isinstance(destination, Fp8Matrix):
+            rounded, scales, destination = destination.dtype, destination.scales.data_ptr(), destination.numbers
         (rows, cols), (source_stride, _), (destination_stride, _) = source.shape, source.stride(), destination.stride()
         if rows and cols:
-            ends = source.data_ptr(), destination.data_ptr(), rows, cols, source_stride, destination_stride
-            by_dtypes[source.dtype, destination.dtype].append(ends)
+            ends = source.data_ptr(), destination.data_ptr(), rows, cols, source_stride, destination_stride, scales
+            by_dtypes[source.dtype, rounded, destination.dtype].append(ends)
     made = []
-    for (source_dtype, destination_dtype), entries in by_dtypes.items():
-        rectangles = _merged(np.array(entries, np.int64))
+    for (source_dtype, rounded, destination_dtype), entries in by_dtypes.items():
+        rectangles = np.array(entries, np.int64)
+        if rounded is None:
+            rectangles = _merged(rectangles)
         vectors = _vectors(rectangles, source_dtype.itemsize, destination_dtype.itemsize)
         for vector in np.unique(vectors).tolist():
             table, owner = _tiled(rectangles[vectors == vector], vector, _tile(source_dtype, destination_dtype, vector))
             on_device = [torch.from_numpy(part).to(device) for part in (table, owner)]
-            made.append(Launch(on_device[0], on_device[1], source_dtype, destination_dtype, vector))
+            made.append(Launch(on_device[0], on_device[1], source_dtype, rounded, destination_dtype, vector))
     return made
 
 
 def copy_all(launches: list[Launch]) -> None:
-    for table, owner, source, destination, vector in launches:
-        copy[(len(owner),)](table, owner, **copy_constants(source, destination, vector), num_warps=NUM_WARPS)
+    for table, owner, source, rounded, destination, vector in launches:
+        constants = copy_constants(source, rounded, destination, vector)
+        copy[(len(owner),)](table, owner, **constants, num_warps=NUM_WARPS)
 
 
-def copy_constants(source: torch.dtype, destination: torch.dtype, vector: int) -> dict[str, Any]:
+def copy_constants(
+    source: torch.dtype, rounded: torch.dtype | None, destination: torch.dtype, vector: int
+) -> dict[str, Any]:
     return {
         "FROM": DTYPES[source],
+        "ROUNDED": None if rounded is None else DTYPES[rounded],
         "TO": DTYPES[destination],
         "FROM_BYTES": min(ACCESS_BYTES, vector * source.itemsize),
         "TO_BYTES": min(ACCESS_BYTES, vector * destination.itemsize),
@@ -103,18 +121,19 @@ def _tile(source: torch.dtype, destination: torch.dtype, vector: int) -> int:
 
 
 def _merged(rectangles: np.ndarray) -> np.ndarray:
-    """Turn rectangles without gaps between their rows into one long row. (n, 6): addresses, rows, cols, strides."""
-    source, destination, rows, cols, source_stride, destination_stride = rectangles.T
+    """Turn rectangles without gaps between their rows into one long row. (n, 7): addresses, rows, cols, strides, and
+    the address of scales, which none has."""
+    source, destination, rows, cols, source_stride, destination_stride, scales = rectangles.T
     dense = (rows == 1) | ((source_stride == cols) & (destination_stride == cols) & (rows * cols < MAX_ROW))
     rows, cols = np.where(dense, 1, rows), np.where(dense, rows * cols, cols)
     strides = (np.where(dense, cols, stride) for stride in (source_stride, destination_stride))
-    return np.stack([source, destination, rows, cols, *strides], 1)
+    return np.stack([source, destination, rows, cols, *strides, scales], 1)
 
 
 def _vectors(rectangles: np.ndarray, source_size: int, destination_size: int) -> np.ndarray:
     """Return how many numbers of each rectangle go in one access, a power of 2 that divides the start and end of all
     rows."""
-    source, destination, _, *sizes = rectangles.T
+    source, destination, _, *sizes = rectangles.T[:6]
     found = np.ones(len(rectangles), np.int64)
     vector = 2
     while vector * min(source_size, destination_size) <= ACCESS_BYTES:
@@ -128,9 +147,9 @@ def _vectors(rectangles: np.ndarray, source_size: int, destination_size: int) ->
 
 def _tiled(rectangles: np.ndarray, vector: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
     """Return a launch's table and owners."""
-    source, destination, rows, cols, source_stride, destination_stride = rectangles.T
+    source, destination, rows, cols, source_stride, destination_stride, scales = rectangles.T
     width = cols // vector
     tiles = -(-rows * width // tile)
     first = np.cumsum(tiles) - tiles
-    table = np.stack([first, source, destination, rows, width, source_stride, destination_stride], 1)
+    table = np.stack([first, source, destination, rows, width, source_stride, destination_stride, scales], 1)
     return np.ascontiguousarray(table), np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)

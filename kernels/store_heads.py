@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.dispatch import lacks_fp8, use_triton
+from hpcrl.kernels.fp8_matrix import rounded
 from hpcrl.kernels.layers import apply_rope, rms_norm
 
 MAX_HEADS = 64  # queries of a KV head and its key, which are held in registers
@@ -35,10 +36,11 @@ class CacheSlots(NamedTuple):
     offsets: Tensor
 
 
-def is_fused(mixed: Tensor, num_groups: int, head_dim: int) -> bool:
-    """Whether the kernel supports products `mixed` (n, columns) of `num_groups` KV heads."""
+def is_fused(mixed: Tensor, keys: Tensor) -> bool:
+    """Whether the kernel supports products `mixed` (n, columns) and the cache of `keys` as in `CacheSlots`."""
+    num_groups, head_dim = keys.shape[1:3]
     heads = mixed.size(1) // (num_groups * head_dim) - 1
-    reason = ""
+    reason = lacks_fp8(keys)
     if heads > MAX_HEADS or head_dim > MAX_HEAD_DIM:
         reason = f"{heads - 1} queries of {head_dim} for each KV head"
     return use_triton("store_heads", mixed, unless=reason)
@@ -49,11 +51,10 @@ def store_heads(mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor, s
 
     mixed: (n, KV heads x (queries of a head + 2) x head_dim), fp32, bf16 or fp16: queries, key and value of each KV
     head. cos, sin: fp32 (n, head_dim / 2), contiguous. Returns (n, KV heads, queries of a head, head_dim) in the dtype
-    of `mixed`. Rounds after the bias, the norm and the rotation, as these do one by one. No gradient. Moves the
-    product in, and as much out; 3 to 10 operations a number.
+    of `mixed`; the cache may have it in float8_e4m3fn (not yet run on a GPU). Rounds after the bias, the norm and the
+    rotation, as these do one by one. No gradient. Moves the product in, and as much out; 3 to 10 operations a number.
     """
-    groups, head_dim = slots.keys.shape[1:3]
-    if is_fused(mixed, groups, head_dim):
+    if is_fused(mixed, slots.keys):
         from hpcrl.kernels.store_heads_triton import store_heads as fused
 
         return fused(mixed, weights, cos, sin, slots)
@@ -70,6 +71,6 @@ def reference(mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor, slo
         queries = rms_norm(queries, weights.query_norm, weights.eps)
         keys = rms_norm(keys, weights.key_norm, weights.eps)
     rotated = apply_rope(torch.cat((queries, keys), 2), cos[:, None], sin[:, None])
-    slots.keys.permute(0, 3, 1, 2)[slots.blocks, slots.offsets] = rotated[:, :, -1]
-    slots.values.transpose(1, 2)[slots.blocks, slots.offsets] = heads[:, :, -1]
+    slots.keys.permute(0, 3, 1, 2)[slots.blocks, slots.offsets] = rounded(rotated[:, :, -1], slots.keys.dtype)
+    slots.values.transpose(1, 2)[slots.blocks, slots.offsets] = rounded(heads[:, :, -1], slots.values.dtype)
     return rotated[:, :, :-1].contiguous()

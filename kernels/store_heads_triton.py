@@ -36,15 +36,15 @@ def store(
         second = (second + tl.load(bias + place + HALF, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         value += tl.load(bias + value_place, mask=of_value < WIDTH, other=0.0).to(tl.float32)
     if NORM:
-        is_key = head == PER_HEAD
+        of_key = head == PER_HEAD
         here = column < HALF
         scale = (1.0 / tl.sqrt_rn(tl.sum(first * first + second * second, 1) / WIDTH + eps))[:, None]
         for_query = tl.load(query_norm + column, mask=here, other=0.0).to(tl.float32)
         for_key = tl.load(key_norm + column, mask=here, other=0.0).to(tl.float32)
-        first = (first * scale * tl.where(is_key, for_key, for_query)).to(dtype).to(tl.float32)
+        first = (first * scale * tl.where(of_key, for_key, for_query)).to(dtype).to(tl.float32)
         for_query = tl.load(query_norm + column + HALF, mask=here, other=0.0).to(tl.float32)
         for_key = tl.load(key_norm + column + HALF, mask=here, other=0.0).to(tl.float32)
-        second = (second * scale * tl.where(is_key, for_key, for_query)).to(dtype).to(tl.float32)
+        second = (second * scale * tl.where(of_key, for_key, for_query)).to(dtype).to(tl.float32)
     c = tl.load(cos + token * HALF + column, mask=column < HALF, other=0.0)
     s = tl.load(sin + token * HALF + column, mask=column < HALF, other=0.0)
     new_first, new_second = (first * c - second * s).to(dtype), (second * c + first * s).to(dtype)
@@ -54,9 +54,12 @@ def store(
     tl.store(out + HALF, new_second, mask=is_query)
     item = block * GROUPS + group
     out = keys + (item * WIDTH + column) * SIZE + offset + head * 0
-    tl.store(out, new_first, mask=inside & (head == PER_HEAD))
-    tl.store(out + HALF * SIZE, new_second, mask=inside & (head == PER_HEAD))
-    tl.store(values + (item * SIZE + offset) * WIDTH + of_value, value.to(dtype), mask=of_value < WIDTH)
+    cached = keys.dtype.element_ty  # may have 8 bits, to which fp32 is converted
+    is_key = inside & (head == PER_HEAD)
+    tl.store(out, new_first.to(tl.float32).to(cached), mask=is_key)
+    tl.store(out + HALF * SIZE, new_second.to(tl.float32).to(cached), mask=is_key)
+    value = value.to(dtype).to(tl.float32).to(cached)
+    tl.store(values + (item * SIZE + offset) * WIDTH + of_value, value, mask=of_value < WIDTH)
 
 
 def constants(groups: int, per_head: int, head_dim: int, size: int) -> dict[str, Any]:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import Config
 
 # pictures: of prompts and tools. routed_experts: completions have the experts of tokens. exact: `rollout.exact`.
-# shared_weights: it may use the actor's own tensors. evaluations: `hpcrl sft` may sample with it.
-Capability = Literal["pictures", "routed_experts", "exact", "shared_weights", "evaluations"]
+# shared_weights: it may use the actor's own tensors. evaluations: `hpcrl sft` may sample with it. fp8:
+# `rollout.quantization`, by weights that are `hpcrl.kernels.fp8_matrix.Fp8Matrix`.
+Capability = Literal["pictures", "routed_experts", "exact", "shared_weights", "evaluations", "fp8"]
 
 
 class EngineSpec:

@@ -202,6 +202,7 @@ def check_rollout(config: Config, roles: Mapping[str, PlacedRole]) -> None:
     """ConfigError with one line for the first combination that cannot work; `roles` are those that the job places."""
     _check_sampling(config)
     engine = config.engine
+    _check_fp8(config)
     if config.rollout.exact:
         if "exact" not in engine.supports:
             raise ConfigError(f"rollout.exact is for engine=native, and rollout.engine={engine.name}; change one")
@@ -252,6 +253,17 @@ def _check_exact(config: Config, roles: Mapping[str, PlacedRole]) -> None:
             f"rollout.exact needs one order of sums, and placement.actor.tp={actor.tp} differs from "
             f"placement.rollout.tp={roles['rollout'].tp}; make them equal"
         )
+
+
+def _check_fp8(config: Config) -> None:
+    rollout, engine = config.rollout, config.engine
+    for key in ("quantization", "kv_cache_dtype"):
+        if getattr(rollout, key) != "fp8":
+            continue
+        if "fp8" not in engine.supports:
+            raise ConfigError(f"rollout.{key}=fp8 is for engine=native, and rollout.engine={engine.name}; change one")
+        if rollout.exact:
+            raise ConfigError(f"rollout.{key}=fp8 with rollout.exact=true: 8 bits are not exact; change one")
 
 
 def _check_router_replay(config: Config, engine: EngineSpec) -> None:

@@ -22,7 +22,7 @@ CODE = "no code of a model's directory is run; families of models are those of m
 ENGINES = "it is an option of vLLM or SGLang"
 RANKS = "the ranks are those that srun or mpiexec starts, in placement.pools"
 CHECKPOINTS = "checkpoints are always sharded, and resume under any layout"
-QUANTIZED = "there is no quantisation of the weights"
+QUANTIZED = "there is no quantisation in training"
 TURNS = "tokens of earlier turns are never tokenised again"
 SERVERS = "there are no servers; the ranks generate"
 PLUGIN = "use run.plugins: a Python file that registers it"
@@ -137,7 +137,8 @@ OF_VERL = {
     "rollout.trace.**": "use trainer.save_rollouts: `hpcrl samples` shows every sample",
     "rollout.enable_rollout_routing_replay": "use actor.router_replay.mode=R3",
     "rollout.moe_load_balance_metrics_interval": "the load of experts is among every step's metrics",
-    "rollout.{quantization*,qat.**}": QUANTIZED,
+    "rollout.quantization_config_file": "use rollout.quantization, fp8 or null",
+    "rollout.qat.**": QUANTIZED,
     "{rollout,model}.mtp.**": "there is no multi-token prediction",
     "rollout.{engine_kwargs,router_config_path,prometheus,disaggregation}.**": SERVERS,
     "rollout.{enable_chunked_prefill,scheduling_policy,disable_log_stats}": ENGINES,

@@ -7,6 +7,7 @@ Building, checkpoints and refit all read this table.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -72,6 +73,19 @@ class Shard(NamedTuple):
     def is_large(self) -> bool:
         """Whether its products gain by 8-bit numbers. Models with experts have none."""
         return self.is_matrix and math.prod(self.local_shape) >= FP8_ELEMENTS
+
+
+# Matrices of attention and of feed-forward layers, shared experts' too, whose products engines take by `linear` only.
+_QUANTIZED = re.compile(
+    r"decoder\.layers\.\d+\.(self_attention\.linear_(qkv|proj)|mlp\.(shared_experts\.)?linear_fc[12])\.weight"
+)
+
+
+def quantized_names(shape: ModelShape, quantization: str | None) -> frozenset[str]:
+    """Return the weights that an engine has in 8 bits. quantization: `rollout.quantization`."""
+    if quantization is None:
+        return frozenset()
+    return frozenset(shard.name for shard in shards(shape, engine_layout(shape, 1)) if _QUANTIZED.fullmatch(shard.name))
 
 
 def engine_layout(shape: ModelShape, tp: int) -> Layout:

@@ -168,7 +168,8 @@ class RolloutEngine(Protocol):
     """One replica. Its tensor-parallel ranks make the same calls with the same arguments and get the same results."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's shards by name, in buffers that live as long as the engine. Refit writes to them."""
+        """Return this rank's shards by name, in buffers that live as long as the engine. Refit writes to them. With
+        `rollout.quantization` some are `hpcrl.kernels.fp8_matrix.Fp8Matrix`."""
 
     def adopt(self, name: str, tensor: Tensor) -> None:
         """Replace weight `name` by `tensor`, of the same shape, dtype and device; the engine's own buffer is freed.

@@ -24,7 +24,7 @@ from hpcrl.engine.refit.transports import nodes_of
 from hpcrl.model.build import DTYPES
 from hpcrl.model.hf_export import ADAPTER_WEIGHTS, peft_shards, plan_files
 from hpcrl.model.hf_files import whole_tensors
-from hpcrl.model.params import Shard
+from hpcrl.model.params import Shard, quantized_names
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.engine import engine_of
 from hpcrl.runtime import accelerator, platform
@@ -102,7 +102,14 @@ def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, r
     options = config.rollout.checkpoint_engine
     bucket, verify = options.update_weights_bucket_megabytes * 2**20, options.verify
     refit = Refit(
-        resharding, world.comm, world.rank, dtype, bucket_bytes=bucket, verify=verify, device_group=device_group
+        resharding,
+        world.comm,
+        world.rank,
+        dtype,
+        bucket_bytes=bucket,
+        verify=verify,
+        device_group=device_group,
+        quantized=quantized_names(shape, config.rollout.quantization),
     )
     before_mpi_finalize(refit.close)
     return refit

@@ -35,6 +35,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"rollout": {"engine": "tensorrt_llm", "dtype": "bfloat16", "top_k": 2000, "trtllm": {"model_dir": "llama"}}},
         "rollout: top_k=2000 is more than TensorRT-LLM's sampler keeps; use 1024 or less, or -1",
     ),
+    (
+        {"rollout": {"engine": "vllm", "kv_cache_dtype": "fp8"}},
+        "rollout.kv_cache_dtype=fp8 is for engine=native, and rollout.engine=vllm",
+    ),
+    ({"rollout": {"exact": True, "quantization": "fp8"}}, "rollout.quantization=fp8 with rollout.exact=true"),
     ({"rollout": {"engine": "vllm", "exact": True}}, "rollout.exact is for engine=native, and rollout.engine=vllm"),
     (
         {

@@ -17,6 +17,7 @@ from hpcrl.kernels.decode_attention import (
     is_fused,
 )
 from hpcrl.kernels.decode_attention_triton import cut_rows as fused_cut_rows
+from hpcrl.kernels.dispatch import FP8
 from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.rollout.engines.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.attention import DecodeAttention, NewTokens, PagedAttention
@@ -107,6 +108,24 @@ def test_it_is_attention(
     assert_near(found, exact(cache, scale), dtype)
     monkeypatch.setenv("HPCRL_KERNELS", "torch")
     assert_near(found, decode_attention(*cache, scale=scale), dtype, factor=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[5]])
+def test_keys_and_values_in_8_bits(
+    device: torch.device, dtype: torch.dtype, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers that the cache has are computed with as in the dtype of the queries."""
+    cache, scale = make(shape, dtype, device), shape.key**-0.5
+    keys, values = cache.keys.to(FP8), cache.values.to(FP8)
+    if shape.value_in_key:
+        values = keys[:, :, : shape.value].transpose(2, 3)
+    expected = exact(cache._replace(keys=keys.float(), values=values.float()), scale)
+    cache = cache._replace(keys=keys, values=values)
+    assert is_fused(keys, values)
+    assert_near(decode_attention(*cache, scale=scale), expected, dtype)
+    monkeypatch.setenv("HPCRL_KERNELS", "torch")
+    assert_near(decode_attention(*cache, scale=scale), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

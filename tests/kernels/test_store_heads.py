@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcrl.kernels.dispatch import FP8
+from hpcrl.kernels.fp8_matrix import rounded
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, store_heads
 from hpcrl.model.blocks.rope import Rope
@@ -47,6 +49,23 @@ def one_by_one(mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor, sh
         normed = part if norm is None else rms_norm(part, norm, EPS)
         found.append(apply_rope(normed.double(), cos[:, None].double(), sin[:, None].double()))
     return [found[0], found[1].squeeze(2), heads[:, :, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_in_8_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """What the kernel computes in `dtype` is rounded to 8 bits, 448 at most."""
+    given = made(SHAPES[0], dtype, device, bias=True, norm=False)
+    given[0][0, ::3] *= 1000
+    slots = given[-1]
+    in_8_bits = slots._replace(keys=slots.keys.to(FP8), values=slots.values.to(FP8))
+    store_heads(*given)
+    assert float(slots.keys.nan_to_num().abs().max()) > 500
+    found = store_heads(*given[:-1], in_8_bits)
+    for plane, its in ((slots.keys, in_8_bits.keys), (slots.values, in_8_bits.values)):
+        assert torch.equal(rounded(plane, FP8).float().nan_to_num(), its.float().nan_to_num())
+    monkeypatch.setenv("HPCRL_KERNELS", "torch")
+    assert_near(store_heads(*given[:-1], in_8_bits), found.double(), dtype)
+    assert torch.equal(rounded(slots.values, FP8).float().nan_to_num(), in_8_bits.values.float().nan_to_num())
 
 
 @pytest.mark.parametrize("bias, norm", [(False, False), (True, False), (False, True), (True, True)])

@@ -76,6 +76,17 @@ def test_grpo_of_adapters_in_a_mixture_resumes(labs: Any) -> None:
     assert set(found) == {1, 2}
 
 
+def test_rollout_in_8_bits_of_a_policy_with_adapters(labs: Any) -> None:
+    sections = {
+        "model": {"lora_rank": 4},
+        "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+        "rollout": {"quantization": "fp8", "kv_cache_dtype": "fp8", **REFIT},
+        "actor": {"optim": SGD},
+    }
+    found = labs("run", "fp8", {"actor": {"tp": 2}, "ref": {"tp": 2}, "rollout": {"tp": 1}}, **sections)
+    assert 1e-4 < found[2]["training/rollout_log_probs_diff_mean"] < 0.5
+
+
 def test_distillation_and_a_judge(lab: Lab, labs: Any) -> None:
     """The judge's weights are on the host while the student trains."""
     grpo = {"algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False}}

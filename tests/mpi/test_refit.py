@@ -19,6 +19,8 @@ from hpcrl.engine.refit.pieces import ShardGroup, megatron_shard_groups
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit, RefitReport
 from hpcrl.engine.refit.verification import ChecksumMismatch
+from hpcrl.kernels.fp8_matrix import Fp8Matrix
+from hpcrl.model.params import quantized_names
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
@@ -198,6 +200,53 @@ def test_device_messages(world, bucket_bytes, dtype) -> None:
             for name, expected in sides.expected().items():
                 torch.testing.assert_close(sides.destination[name], expected, rtol=0, atol=0)
             assert report is None or report.peak_extra_bytes <= bucket_bytes
+        sides.close()
+
+
+def quantized(
+    groups: list[ShardGroup], rank: int, source: Callable[[float], dict[str, Tensor]], dtype: torch.dtype
+) -> dict[str, Tensor | Fp8Matrix]:
+    """The rank's shards `source` as an engine has them: 8-bit numbers by whole rows of the global tensors."""
+    names, found = quantized_names(SHAPE, "fp8"), dict[str, Tensor | Fp8Matrix](source(0.0))
+    for group in groups:
+        for shard in group.shards if rank in group.ranks else ():
+            if shard.name not in names:
+                continue
+            numbers = torch.arange(torch.Size(shard.global_shape).numel(), dtype=torch.float32) + len(shard.name)
+            amax = (numbers.view(shard.global_shape) / 3).to(dtype).float().amax(1)
+            scales = torch.ones(shard.local_shape[0], 1)
+            for box in shard.boxes:
+                top, bottom = box.global_rows
+                scales[box.local_row : box.local_row + bottom - top, 0] = amax[top:bottom] / 448
+            found[shard.name] = Fp8Matrix.of(found[shard.name], scales, dtype)
+    return found
+
+
+@pytest.mark.slow_world(4)
+@pytest.mark.parametrize(("transport", "dtype"), [("windows", DTYPES[0]), ("messages", DTYPES[1]), ("nccl", DTYPES[1])])
+def test_an_engine_in_8_bits(world, transport, dtype) -> None:
+    """Numbers and scales are those of whole rows, bit for bit, whatever the layouts; a wrong one is found."""
+    group = dist.new_group(list(range(world.size))) if transport == "nccl" else None
+    names = quantized_names(SHAPE, "fp8")
+    options = {"ranks_per_node": TRANSPORTS.get(transport), "bucket_bytes": 3000, "device_group": group}
+    for source, destination in LAYOUTS[world.size]:
+        sides = Sides(world, source, destination, dtype=dtype, verify="always", quantized=names, **options)
+        expected = quantized(sides.groups, world.rank, sides.expected, dtype)
+        for name in names & expected.keys():
+            sides.destination[name] = Fp8Matrix.zeros(expected[name].shape, dtype, torch.device("cpu"))
+        sides.run()
+        for name, its in expected.items():
+            found = sides.destination[name]
+            if isinstance(its, Fp8Matrix):
+                torch.testing.assert_close(found.scales, its.scales, rtol=0, atol=0)
+                found, its = found.numbers.view(torch.int8), its.numbers.view(torch.int8)
+            torch.testing.assert_close(found, its, rtol=0, atol=0)
+        if sides.takes_part:
+            name = f"decoder.layers.{SHAPE.num_layers - 1}.mlp.linear_fc2.weight"
+            if world.rank == destination.ranks[-1]:
+                sides.destination[name].numbers[-1, -1] = 0.0
+            with pytest.raises(ChecksumMismatch, match=f"{name} on rank {destination.ranks[-1]};"):
+                sides.refit._verifier.check(sides.source, sides.destination)
         sides.close()
 
 

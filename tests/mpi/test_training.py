@@ -125,6 +125,22 @@ def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, caplog) -> None:
         assert "using step_00000002 instead" in caplog.text
 
 
+@pytest.mark.ci_world(2)
+def test_a_resumed_job_with_rollout_in_8_bits(world, lab: Lab, caplog) -> None:
+    """Its gap of log-probs is reported, and a correction is recommended."""
+    placement = {"actor": {"tp": world.size}, "rollout": {"tp": 1}}
+    rollout = {"quantization": "fp8", "kv_cache_dtype": "fp8", "checkpoint_engine": {"verify": "always"}}
+    with caplog.at_level("WARNING"):
+        straight = lab.run("straight_fp8", placement, rollout=rollout, trainer={"total_training_steps": 2})
+    lab.run("halted_fp8", placement, rollout=rollout, trainer={"total_training_steps": 1, "save_freq": 1})
+    resumed = lab.run("halted_fp8", placement, rollout=rollout, trainer={"total_training_steps": 2, "save_freq": 1})
+    assert metrics(resumed) == metrics(straight)
+    gaps = [line["training/rollout_log_probs_diff_mean"] for line in metrics(straight).values()]
+    assert len(gaps) == 2 and all(1e-4 < gap < 0.5 for gap in gaps), gaps
+    if world.rank == 0:
+        assert "algorithm.rollout_correction.preset=decoupled_token_is" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.world(4)
 def test_resume_on_another_layout(world, lab: Lab) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcrl.kernels.dispatch import FP8
+from hpcrl.kernels.fp8_matrix import Fp8Matrix, row_scales
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.cache_layout import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
@@ -200,6 +202,50 @@ def test_no_requests_no_completions() -> None:
 def test_a_prompt_that_cannot_be_is_refused(prompt: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine().generate([Request(prompt, "file:0:0")], SamplingParams(8), seed=0, step=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bits_are_those_of_weights_that_were_rounded_before(dtype: torch.dtype) -> None:
+    """Bit for bit; the head, the embeddings and the norms keep their dtype."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": MAX_LEN}
+    engine = NativeEngine(SHAPE, None, 0, 1, dtype, quantization="fp8", **sizes)
+    rounded = NativeEngine(SHAPE, None, 0, 1, dtype, **sizes)
+    draw_weights(rounded)
+    for name, weight in rounded.weights().items():
+        own = engine.weights()[name]
+        if isinstance(own, Fp8Matrix):
+            own.scales.copy_(row_scales(weight.float().abs().amax(1, keepdim=True)))
+            own.copy_(weight)
+            weight.copy_(own.dequantized())
+        else:
+            own.copy_(weight)
+    matrices = [weight for weight in engine.weights().values() if isinstance(weight, Fp8Matrix)]
+    assert len(matrices) == 4 * SHAPE.num_layers
+    requests = make_requests(6, samples=2, longest=LONGEST)
+    found, expected = (each.generate(requests, SamplingParams(12), seed=0, step=1) for each in (engine, rounded))
+    assert_same(found, expected)
+    assert all((a.log_probs == b.log_probs).all() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("windows", [None, (6, None)])
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 12], ids=["whole", "in parts"])
+def test_a_cache_in_8_bits(windows: tuple[int | None, ...] | None, max_num_batched_tokens: int) -> None:
+    """A quarter of fp32's bytes, also where these are few and sequences wait and move."""
+    shape, sampling = replace(SHAPE, windows=windows), SamplingParams(2, temperature=0.0)
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": MAX_LEN}
+    room = max_kv_bytes(shape, 1, 1, 3, MAX_LEN) + (max_kv_bytes(shape, 1, 1, 5, MAX_LEN) if windows else 0)
+    plain, small = (
+        NativeEngine(shape, None, 0, 1, torch.float32, cache_dtype=dtype, kv_cache_bytes=nbytes, **sizes)
+        for dtype, nbytes in ((None, None), (FP8, room))
+    )
+    for engine in (plain, small):
+        draw_weights(engine)
+    assert all(plane.keys.dtype == FP8 for plane in small._cache.planes)
+    requests = make_requests(12, samples=1, longest=LONGEST)
+    expected, found = (engine.generate(requests, sampling, seed=0, step=1) for engine in (plain, small))
+    gaps = np.concatenate([np.abs(a.log_probs - b.log_probs) for a, b in zip(found, expected, strict=True)])
+    assert 1e-4 < gaps.max() < 0.3 and gaps.mean() < 0.05
+    assert_same(small.generate(requests, sampling, seed=0, step=1), found)
 
 
 def test_bf16_runs() -> None:

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpcrl.forecast.memory.memory import GIB, TrainingPlan
+from hpcrl.forecast.memory.memory import GIB, TrainingPlan, with_keys
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.phases import JobTimes
+from hpcrl.kernels.dispatch import FP8
+from hpcrl.kernels.fp8_matrix import LARGEST, Fp8Matrix
 from hpcrl.model.blocks.block import blocks_of
 from hpcrl.model.blocks.micro_batch import MicroBatch
 from hpcrl.model.families.config_json import hf_config
@@ -62,29 +64,33 @@ def native(
     contexts: Sequence[int] = CONTEXTS,
     eager: bool = False,
     shows_kernels: bool = False,
+    fp8: bool = False,
 ) -> str:
+    """fp8: weights and cache in 8 bits; the floor stays that of bf16."""
     top = measure_ceilings(world.device)
     accelerator.release_cached_memory(world.device)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    engine = made(world, shape_of(template), max(rows), max(contexts) + STEPS, eager)
+    engine = made(world, shape_of(template), max(rows), max(contexts) + STEPS, eager, fp8)
     kind = "CUDA graphs" if engine._paged is not None and engine._paged._graphs is not None else "eager"
-    job, shares = TrainingPlan(config_of(template)), []
+    keys = {"rollout.quantization": "fp8", "rollout.kv_cache_dtype": "fp8"} if fp8 else {}
+    job, shares = TrainingPlan(with_keys(config_of(template), keys)), []
     print_head()
     for context, count in itertools.product(contexts, rows):
-        name = f"{template.stem}.{kind.split()[-1]}.{count}.{context}"
+        name = f"{template.stem}.{'fp8.' * fp8}{kind.split()[-1]}.{count}.{context}"
         step = measured(world, partial(native_generate, engine, count, context), name)
         least = floor(shape_of(template), count, context, top)
         print_step(kind, count, context, step, least, forecast(job, count, context))
         shares.append(least / step.seconds)
     if shows_kernels and step.kernels:
         print_kernels(step.kernels)
-    cache = max_kv_bytes(shape_of(template), 1, DTYPE.itemsize, max(rows), max(contexts) + STEPS)
+    cache = max_kv_bytes(shape_of(template), 1, 1 if fp8 else DTYPE.itemsize, max(rows), max(contexts) + STEPS)
     return f"{top}; the best step is at {max(shares):.0%} of its floor{memory(job, cache)}"
 
 
 native_short = partial(native, contexts=CONTEXTS[:1])
 native_long = partial(native, contexts=CONTEXTS[1:])
+native_fp8 = partial(native, contexts=CONTEXTS[:1], shows_kernels=True, fp8=True)
 native_eager = partial(native, contexts=CONTEXTS[:1], eager=True)
 mixture = partial(native, template=MIXTURE, rows=EXPERT_ROWS, contexts=EXPERT_CONTEXTS, shows_kernels=True)
 
@@ -163,7 +169,7 @@ def hf_generate(model: Any, rows: int, context: int, on_step: Callable[[], None]
     model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, stopping_criteria=stops)
 
 
-def made(world: World, shape: ModelShape, rows: int, longest: int, eager: bool) -> NativeEngine:
+def made(world: World, shape: ModelShape, rows: int, longest: int, eager: bool, fp8: bool) -> NativeEngine:
     """Random weights: normal numbers, and norms of 1."""
     engine = NativeEngine(
         shape,
@@ -174,13 +180,18 @@ def made(world: World, shape: ModelShape, rows: int, longest: int, eager: bool) 
         max_num_seqs=rows,
         max_num_batched_tokens=8192,
         max_model_len=longest,
-        kv_cache_bytes=max_kv_bytes(shape, 1, DTYPE.itemsize, rows, longest),
+        kv_cache_bytes=max_kv_bytes(shape, 1, 1 if fp8 else DTYPE.itemsize, rows, longest),
         enforce_eager=eager,
+        quantization="fp8" if fp8 else None,
+        cache_dtype=FP8 if fp8 else None,
         device=world.device,
     )
     with torch.no_grad(), engine.updating_weights():
         for weight in engine.weights().values():
-            if weight.dim() > 1:
+            if isinstance(weight, Fp8Matrix):
+                weight.scales.fill_(8 * 0.02 / LARGEST)
+                weight.copy_(0.02 * torch.randn(weight.shape, dtype=DTYPE, device=world.device))
+            elif weight.dim() > 1:
                 weight.normal_(0.0, 0.02)
             else:
                 weight.fill_(1.0)

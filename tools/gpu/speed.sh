@@ -8,6 +8,7 @@ run() { check "$1" "$2" "${one[@]}" -m tools.gpu.check "tools.gpu.$3" "$4"; }
 run "refit of 1.5B weights in bf16" 60 refit speed
 run "decode of 1.5B in bf16, 512 tokens of context" 90 decode native_short
 run "decode of 1.5B in bf16, 2,048 tokens" 90 decode native_long
+run "decode of 1.5B in fp8, 512 tokens" 90 decode native_fp8
 run "update of 1.5B in bf16" 60 update dense
 run "update of the adapters of 8B in bf16" 80 update lora
 run "decode of 1.5B in bf16, without graphs" 80 decode native_eager
@@ -18,7 +19,7 @@ if [[ $rehearsal == yes ]]; then
     bench+=(--rehearse)
     export HPCRL_KERNELS=triton # in its interpreter
 fi
-for kernel in decode_attention linear_log_prob sampling rms_norm rope store_heads swiglu pack checksum; do # one may end its process
+for kernel in decode_attention linear_log_prob sampling rms_norm rope store_heads swiglu pack checksum fp8_matrix; do # one may end its process
     check "$kernel" 60 "${one[@]}" "${bench[@]}" "$kernel"
 done
 finish

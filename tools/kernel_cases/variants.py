@@ -16,6 +16,7 @@ from hpcrl.kernels import (
     decode_attention_triton,
     exact_attention_triton,
     exact_product_triton,
+    fp8_matrix_triton,
     grouped_experts_triton,
     layers_triton,
     linear_log_prob_triton,
@@ -49,6 +50,7 @@ class KernelVariant:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None  # maximum registers of a thread
+    oldest: int = 80  # chip that has its dtypes
 
     def compile(self, chip: int) -> Resources:
         """Compile for compute capability chip / 10. Needs no GPU; Triton's interpreter must be off."""
@@ -88,13 +90,20 @@ def resources(cubin: bytes) -> Resources:
 
 
 def _decode_attention_variants() -> list[KernelVariant]:
-    """Heads of 128 and of 64 with 4 queries each, and latent attention with 16 queries."""
+    """Heads of 128 and of 64 with 4 queries each, and latent attention with 16 queries; caches in bf16 and 8 bits."""
     found = []
-    for groups, per_head, key, value in ((8, 4, 128, 128), (8, 4, 64, 64), (1, 16, 576, 512)):
-        launch = decode_attention_triton.attend_launch(groups, per_head, key, value, value, key > value, 32, 2)
-        inputs = dict.fromkeys(("queries", "keys", "values"), "*bf16") | dict.fromkeys(("blocks", "parts"), "*i32")
+    for groups, per_head, key, value, bits in (
+        (8, 4, 128, 128, 16),
+        (8, 4, 64, 64, 16),
+        (1, 16, 576, 512, 16),
+        (8, 4, 128, 128, 8),
+        (1, 16, 576, 512, 8),
+    ):
+        launch = decode_attention_triton.attend_launch(groups, per_head, key, value, value, key > value, 32, bits // 8)
+        cached = dict.fromkeys(("keys", "values"), "*bf16" if bits == 16 else "*fp8e4nv")
+        inputs = {"queries": "*bf16"} | cached | dict.fromkeys(("blocks", "parts"), "*i32")
         temporary = dict.fromkeys(("totals", "maxima", "sums"), "*fp32")
-        name = f"decode_attention {per_head} x {key}/{value}"
+        name = f"decode_attention {per_head} x {key}/{value}" + (" in 8 bits" if bits == 8 else "")
         found.append(
             KernelVariant(
                 name,
@@ -102,8 +111,11 @@ def _decode_attention_variants() -> list[KernelVariant]:
                 inputs | temporary | {"scale": "fp32"},
                 launch.constants,
                 launch.num_warps,
+                oldest=89 if bits == 8 else 80,
             )
         )
+        if bits == 8:
+            continue
         launch = decode_attention_triton.combine_launch(groups, per_head, value)
         pointers = temporary | {"parts_of": "*i32", "sinks": "*bf16", "outputs": "*bf16"}
         constants = {**launch.constants, "HAS_SINKS": key == 64}
@@ -239,16 +251,32 @@ def _checksum_variants() -> list[KernelVariant]:
     return found
 
 
+def _fp8_matrix_variants() -> list[KernelVariant]:
+    """The inputs of the 1.5B shape's products."""
+    return [
+        KernelVariant(
+            f"fp8_matrix rows of {cols}",
+            fp8_matrix_triton.quantize,
+            {"values": "*bf16", "numbers": "*fp8e4nv", "scales": "*fp32", "stride": "i32", "cols": "i32"},
+            fp8_matrix_triton.constants(cols),
+            oldest=89,
+        )
+        for cols in (1536, 8960)
+    ]
+
+
 def _store_heads_variants() -> list[KernelVariant]:
-    """Qwen2.5's heads, with a bias, and Qwen3's, with norms."""
+    """Qwen2.5's heads, with a bias, and Qwen3's, with norms, also to a cache in 8 bits."""
     found = []
-    for groups, per_head, bias in ((2, 6, True), (8, 4, False)):
-        names = ("mixed", "bias", "query_norm", "key_norm", "queries", "keys", "values")
-        pointers = dict.fromkeys(names, "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32")
+    for groups, per_head, bias, cached in ((2, 6, True, "bf16"), (8, 4, False, "bf16"), (8, 4, False, "fp8e4nv")):
+        names = ("mixed", "bias", "query_norm", "key_norm", "queries")
+        pointers = dict.fromkeys(names, "*bf16") | dict.fromkeys(("keys", "values"), f"*{cached}")
+        pointers |= dict.fromkeys(("cos", "sin"), "*fp32")
         sizes = {"BIAS": bias, "NORM": not bias} | store_heads_triton.constants(groups, per_head, 128, 32)
         numbers = dict.fromkeys(("blocks", "offsets"), "*i64") | {"stride": "i32", "eps": "fp32"}
-        title = f"store_heads {groups} x {per_head} of 128"
-        found.append(KernelVariant(title, store_heads_triton.store, pointers | numbers, sizes))
+        title = f"store_heads {groups} x {per_head} of 128" + (" in 8 bits" if cached != "bf16" else "")
+        oldest = 80 if cached == "bf16" else 89
+        found.append(KernelVariant(title, store_heads_triton.store, pointers | numbers, sizes, oldest=oldest))
     return found
 
 
@@ -279,13 +307,16 @@ def _linear_log_prob_variants() -> list[KernelVariant]:
 
 
 def _pack_variants() -> list[KernelVariant]:
-    """Copies within bf16 and from fp32 to it, with the widest access and number by number."""
+    """Copies within bf16 and from fp32 to it, with the widest access and number by number, and to 8 bits."""
     found = []
-    for source, destination, vector in (
-        (torch.bfloat16, torch.bfloat16, 8),
-        (torch.float32, torch.bfloat16, 8),
-        (torch.float32, torch.float32, 4),
-        (torch.bfloat16, torch.bfloat16, 1),
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    for source, rounded, destination, vector in (
+        (bf16, None, bf16, 8),
+        (torch.float32, None, bf16, 8),
+        (torch.float32, None, torch.float32, 4),
+        (bf16, None, bf16, 1),
+        (bf16, bf16, fp8, 16),
+        (torch.float32, bf16, fp8, 16),
     ):
         names = (str(dtype).removeprefix("torch.") for dtype in (source, destination))
         found.append(
@@ -293,8 +324,9 @@ def _pack_variants() -> list[KernelVariant]:
                 f"pack {' to '.join(names)}, {vector} at once",
                 pack_triton.copy,
                 {"table": "*i64", "owner": "*i32"},
-                pack_triton.copy_constants(source, destination, vector),
+                pack_triton.copy_constants(source, rounded, destination, vector),
                 pack_triton.NUM_WARPS,
+                oldest=80 if rounded is None else 89,
             )
         )
     return found
@@ -347,6 +379,7 @@ def kernel_variants() -> list[KernelVariant]:
         *_rope_variants(),
         *_store_heads_variants(),
         *_checksum_variants(),
+        *_fp8_matrix_variants(),
         *_linear_log_prob_variants(),
         *_pack_variants(),
         *_sampling_variants(),

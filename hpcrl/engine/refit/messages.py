@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.engine.refit.planner import Move
+from hpcrl.kernels.fp8_matrix import Fp8Matrix
 from hpcrl.runtime.accelerator import host_bytes
 from hpcrl.runtime.mpi import wait_for_ranks
 
@@ -107,6 +108,7 @@ def _publish(piece: Move, published: list[Page], limit: int) -> tuple[int, int]:
 
 
 Weights = Mapping[str, Tensor]
+Buffers = Mapping[str, Tensor | Fp8Matrix]  # an engine's weights
 
 CPU = torch.device("cpu")
 
@@ -116,9 +118,12 @@ def source_part(weights: Weights, move: Move) -> Tensor:
     return _rectangle(weights[move.name], move.src_row, move.src_col, move)
 
 
-def destination_part(weights: Weights, move: Move) -> Tensor:
+def destination_part(weights: Buffers, move: Move) -> Tensor | Fp8Matrix:
     """Return the (rows, cols) view of the receiver's local tensor."""
-    return _rectangle(weights[move.dst_name], move.dst_row, move.dst_col, move)
+    weight = weights[move.dst_name]
+    if isinstance(weight, Fp8Matrix):
+        return weight.part(move.dst_row, move.rows, move.dst_col, move.cols)
+    return _rectangle(weight, move.dst_row, move.dst_col, move)
 
 
 def pack(parts: Sequence[Part], source: Weights, buffer: Tensor, dtype: torch.dtype) -> None:
@@ -127,18 +132,21 @@ def pack(parts: Sequence[Part], source: Weights, buffer: Tensor, dtype: torch.dt
         copy(source_part(source, part.move), _in_buffer(part, buffer, dtype))
 
 
-def unpack(parts: Sequence[Part], buffer: Tensor, destination: Weights, dtype: torch.dtype) -> None:
+def unpack(parts: Sequence[Part], buffer: Tensor, destination: Buffers, dtype: torch.dtype) -> None:
     """Copy the values of `parts` from `buffer` (bytes,) uint8 to the destination."""
     for part in parts:
         copy(_in_buffer(part, buffer, dtype), destination_part(destination, part.move))
 
 
-def copy(source: Tensor, destination: Tensor) -> None:
+def copy(source: Tensor, destination: Tensor | Fp8Matrix) -> None:
     """Same as `destination.copy_(source)`.
 
     Contiguous host tensors are copied by memcpy: for sizes beyond the caches it does not read the destination first,
     which torch's own loop does.
     """
+    if isinstance(destination, Fp8Matrix):
+        destination.copy_(source)
+        return
     plain = source.is_contiguous() and destination.is_contiguous() and source.dtype == destination.dtype
     if plain and source.device == destination.device == CPU:
         np.copyto(host_bytes(destination), host_bytes(source))
@@ -220,7 +228,7 @@ class MessageTransport:
         self._inboxes = {peer: _box(buffers) for peer, buffers in self._receives.items()}
         self.nbytes = sum(box.nbytes for box in (*self._outboxes.values(), *self._inboxes.values()))
 
-    def start(self, loop: RequestLoop, source: Weights, destination: Weights) -> None:
+    def start(self, loop: RequestLoop, source: Weights, destination: Buffers) -> None:
         """Start one refit; `loop` completes it."""
         for peer, buffers in self._receives.items():
             self._receive(loop, peer, iter(buffers), destination)
@@ -238,7 +246,7 @@ class MessageTransport:
         pack(parts, source, box, self._dtype)
         loop.add(self._comm.Isend(_bytes(box), peer, DATA), lambda: self._send(loop, peer, outgoing, source))
 
-    def _receive(self, loop: RequestLoop, peer: int, incoming: Iterator[list[Part]], destination: Weights) -> None:
+    def _receive(self, loop: RequestLoop, peer: int, incoming: Iterator[list[Part]], destination: Buffers) -> None:
         parts = next(incoming, None)
         if parts is None:
             return

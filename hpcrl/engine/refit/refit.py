@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpcrl.engine.refit.messages import RequestLoop, Weights, copy, destination_part, source_part
-from hpcrl.engine.refit.planner import Move, Resharding
+from hpcrl.engine.refit.messages import Buffers, RequestLoop, Weights, copy, destination_part, source_part
+from hpcrl.engine.refit.planner import Move, Resharding, SharedSlice
+from hpcrl.engine.refit.row_scales import RowScales
 from hpcrl.engine.refit.transports import make_transports
 from hpcrl.engine.refit.verification import Verifier
 from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.fp8_matrix import Fp8Matrix
 from hpcrl.kernels.pack import RepeatedCopies
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.mpi import create_group
@@ -53,7 +55,8 @@ class Refit:
     ranks of the two layouts. Ranks of one of the plan's `nodes` share memory. `bucket_bytes` bounds the buffers for
     transfers and checksums together; most of it is allocated once and kept. `device_group`: the refit's ranks over
     NCCL, for weights on GPUs. `verify` selects the refits after which checksums are compared: the first two, each, or
-    none.
+    none. The engine has the weights `quantized` as `Fp8Matrix`: values are sent in `dtype`, and quantised when they are
+    written.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Refit:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         verify: Verify = "first",
         device_group: dist.ProcessGroup | None = None,
+        quantized: Collection[str] = (),
     ) -> None:
         if dtype.itemsize != resharding.itemsize:
             raise ValueError(
@@ -76,10 +80,12 @@ class Refit:
         self._ranks = tuple(sorted({*source.ranks, *destination.ranks}))
         self._comm = create_group(comm, self._ranks, TAG)
         # Files share nothing, and merged adapters are computed whenever a weight is read.
-        self._same = resharding.shared(rank) if resharding.destination_format == "megatron" else ()
+        same = resharding.shared(rank) if resharding.destination_format == "megatron" else ()
+        self._same = [part for part in same if part.name not in quantized]
         most = SCRATCH_BYTES if platform.device().type == "cpu" else DEVICE_SCRATCH_BYTES
         scratch = min(most, bucket_bytes // 4) if verify != "never" else 0
-        self._verifier = Verifier(resharding, self._comm, self._ranks, rank, dtype, scratch)
+        self._scales = RowScales(resharding, self._comm, rank, dtype, quantized) if quantized else None
+        self._verifier = Verifier(resharding, self._comm, self._ranks, rank, dtype, scratch, self._scales)
         plan = resharding.plan_for_rank(rank)
         self._copies = plan.copies(rank)
         self._repeated_copies = RepeatedCopies()
@@ -101,7 +107,7 @@ class Refit:
             device_group,
         )
 
-    def share(self, source: Weights, destination: Weights, adopt: Callable[[str, Tensor], None]) -> None:
+    def share(self, source: Weights, destination: Buffers, adopt: Callable[[str, Tensor], None]) -> None:
         """Alias the engine's weights to the source's tensors where this rank has the same slice in the same order on
         both sides.
 
@@ -109,11 +115,12 @@ class Refit:
         """
         for part in self._same:
             own, other = source[part.name], destination[part.dst_name]
+            assert isinstance(other, Tensor)
             if own.data_ptr() != other.data_ptr() and (own.dtype, own.device) == (other.dtype, other.device):
                 adopt(part.dst_name, own)
 
     @torch.no_grad()
-    def run(self, source: Weights, destination: Weights) -> RefitReport:
+    def run(self, source: Weights, destination: Buffers) -> RefitReport:
         """Fill `destination` from all ranks' `source`. Both map parameter names to this rank's local tensors; the
         source uses global names. A rank outside one of the layouts passes an empty mapping there.
 
@@ -124,9 +131,10 @@ class Refit:
         for name, tensor in destination.items():
             if tensor.dtype != self._dtype:
                 raise ValueError(f"engine weight {name} has dtype {tensor.dtype}; the refit has {self._dtype}")
-        same = (part for part in self._same if source[part.name].data_ptr() == destination[part.dst_name].data_ptr())
-        aliased = {part.name for part in same}
+        aliased = {part.name for part in self._same if _is_aliased(part, source, destination)}
         copies = [move for move in self._copies if move.name not in aliased]
+        if self._scales is not None:
+            self._scales.update(source, destination)
         loop = RequestLoop()
         for transport in self._transports:
             transport.start(loop, source, destination)
@@ -150,7 +158,7 @@ class Refit:
             self._traffic.received,
             copied,
             self._traffic.copied - copied,
-            sum(transport.nbytes for transport in self._transports) + self._scratch_bytes * verifies,
+            sum(it.nbytes for it in (*self._transports, self._scales) if it) + self._scratch_bytes * verifies,
             time.perf_counter() - start - seconds,
         )
 
@@ -160,9 +168,12 @@ class Refit:
             transport.close()
         self._comm.Free()
 
-    def _copied(self, copies: list[Move], source: Weights, destination: Weights) -> Iterator[None]:
+    def _copied(self, copies: list[Move], source: Weights, destination: Buffers) -> Iterator[None]:
         """Carry out one copy per step; on a GPU all of them in the first step."""
-        if copies and use_triton("pack", destination[copies[0].dst_name]):
+        written_first = destination[copies[0].dst_name] if copies else None
+        if isinstance(written_first, Fp8Matrix):
+            written_first = written_first.scales
+        if written_first is not None and use_triton("pack", written_first):
             read, written = dict.fromkeys(move.name for move in copies), dict.fromkeys(move.dst_name for move in copies)
             tensors = [*(source[name] for name in read), *(destination[name] for name in written)]
             self._repeated_copies.run(tensors, lambda: _parts(copies, source, destination))
@@ -172,6 +183,11 @@ class Refit:
             yield
 
 
-def _parts(copies: list[Move], source: Weights, destination: Weights) -> Iterator[tuple[Tensor, Tensor]]:
+def _is_aliased(part: SharedSlice, source: Weights, destination: Buffers) -> bool:
+    other = destination[part.dst_name]
+    return isinstance(other, Tensor) and source[part.name].data_ptr() == other.data_ptr()
+
+
+def _parts(copies: list[Move], source: Weights, destination: Buffers) -> Iterator[tuple[Tensor, Tensor | Fp8Matrix]]:
     for move in copies:
         yield source_part(source, move), destination_part(destination, move)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.engine.refit.messages import (
+    Buffers,
     MessageTransport,
     Moves,
     Part,
@@ -26,6 +27,7 @@ from hpcrl.engine.refit.messages import (
     source_part,
     unpack,
 )
+from hpcrl.kernels.fp8_matrix import Fp8Matrix
 from hpcrl.kernels.pack import RepeatedCopies
 from hpcrl.runtime import platform
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, create_group, wait
@@ -76,7 +78,7 @@ class WindowTransport:
         self._senders: dict[int, list[list[Part]]] = {sender: by_sender[sender][comm.rank] for sender in receives}
         self._windows = {sender: _memory(self._window, sender) for sender in self._senders}
 
-    def start(self, loop: RequestLoop, source: Weights, destination: Weights) -> None:
+    def start(self, loop: RequestLoop, source: Weights, destination: Buffers) -> None:
         """Start one refit; `loop` completes it, after the last read from this rank's window."""
         self._packed = 0  # pages
         self._reading = [0] * HALVES  # number of ranks that still read each half
@@ -100,7 +102,7 @@ class WindowTransport:
         self._reading[half] -= 1
         self._pack(loop, source)
 
-    def _await(self, loop: RequestLoop, sender: int, pages_left: Iterator[list[Part]], destination: Weights) -> None:
+    def _await(self, loop: RequestLoop, sender: int, pages_left: Iterator[list[Part]], destination: Buffers) -> None:
         """Wait for the next page of `sender`, if there is one."""
         parts = next(pages_left, None)
         if parts is None:
@@ -183,7 +185,7 @@ class DeviceTransport:
         # The first operation of a group connects it, and not every rank takes part in the first batch.
         dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
 
-    def start(self, loop: RequestLoop, source: Weights, destination: Weights) -> None:
+    def start(self, loop: RequestLoop, source: Weights, destination: Buffers) -> None:
         """Queue one refit on the current CUDA stream."""
         for number in range(self._num_batches):
             self._batch(number, source, destination)
@@ -191,7 +193,7 @@ class DeviceTransport:
     def close(self) -> None:
         pass
 
-    def _batch(self, number: int, source: Weights, destination: Weights) -> None:
+    def _batch(self, number: int, source: Weights, destination: Buffers) -> None:
         leaving = [(peer, source_part(source, part.move)) for peer, part in _parts(self._sends, number)]
         arriving = [(peer, destination_part(destination, part.move)) for peer, part in _parts(self._receives, number)]
         if not leaving and not arriving:
@@ -208,7 +210,7 @@ class DeviceTransport:
             work.wait()
         _copy(self._unpacks[number], received, destinations)
 
-    def _as_sent(self, *pieces: list[Tensor]) -> list[list[Tensor]]:
+    def _as_sent(self, *pieces: list[Tensor] | list[Tensor | Fp8Matrix]) -> list[list[Tensor]]:
         """Return each piece, or a place for it in the batch's buffer, in the engine's dtype and without gaps."""
         sizes = [piece.numel() for side in pieces for piece in side if not self._is_direct(piece)]
         device = next(piece.device for side in pieces for piece in side)
@@ -219,13 +221,15 @@ class DeviceTransport:
             [piece if self._is_direct(piece) else next(places).view(piece.shape) for piece in side] for side in pieces
         ]
 
-    def _is_direct(self, piece: Tensor) -> bool:
-        return piece.dtype == self._dtype and piece.is_contiguous()
+    def _is_direct(self, piece: Tensor | Fp8Matrix) -> TypeGuard[Tensor]:
+        return isinstance(piece, Tensor) and piece.dtype == self._dtype and piece.is_contiguous()
 
 
-def _copy(copies: RepeatedCopies, sources: list[Tensor], destinations: list[Tensor]) -> None:
+def _copy(copies: RepeatedCopies, sources: list[Tensor], destinations: Sequence[Tensor | Fp8Matrix]) -> None:
     """Copy the pairs that are not one tensor."""
-    pairs = [pair for pair in zip(sources, destinations, strict=True) if pair[0] is not pair[1]]
+    pairs: list[tuple[Tensor, Tensor | Fp8Matrix]] = [
+        pair for pair in zip(sources, destinations, strict=True) if pair[0] is not pair[1]
+    ]
     copies.run([tensor for pair in pairs for tensor in pair], lambda: pairs)
 
 

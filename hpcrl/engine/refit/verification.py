@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.engine.refit.messages import Weights
+from hpcrl.engine.refit.messages import Buffers, Weights
 from hpcrl.engine.refit.pieces import ShardGroup
-from hpcrl.kernels.checksum import add_checksum
+from hpcrl.kernels.checksum import SCRATCH_PER_ELEMENT, add_checksum
+from hpcrl.kernels.fp8_matrix import Fp8Matrix
 from hpcrl.model.blocks.block import Box
 from hpcrl.model.params import Shard
 from hpcrl.runtime.exits import CHECKSUM
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcrl.engine.refit.planner import Resharding
+    from hpcrl.engine.refit.row_scales import RowScales
 
 
 Extents = tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # global rows and columns of each box
@@ -48,7 +51,8 @@ class Verifier:
 
     There is one total per weight and part of it that some destination rank holds. On the source each element is counted
     by the first rank that holds it, after rounding to `dtype`; one reduction over `comm`, the ranks of the refit, gives
-    all ranks the expected totals. `scratch_bytes` bounds temporary memory.
+    all ranks the expected totals. `scratch_bytes` bounds temporary memory. A weight with `scales` is quantised on both
+    sides, and the totals are of its dequantised numbers, in fp32: of what the engine computes with.
     """
 
     def __init__(
@@ -59,9 +63,11 @@ class Verifier:
         rank: int,
         dtype: torch.dtype,
         scratch_bytes: int,
+        scales: RowScales | None = None,
     ) -> None:
         self._layouts = (resharding.source, resharding.destination)
         self._comm, self._ranks, self._dtype, self._scratch_bytes = comm, ranks, dtype, scratch_bytes
+        self._scales = scales
         totals: dict[tuple[str, Extents], int] = {}
         boxes_by_name: dict[str, dict[int, tuple[Box, ...]]] = {}
         for group in resharding.destination_groups:
@@ -85,7 +91,7 @@ class Verifier:
             if (region := _overlap(shard.local_name, box, box, totals[shard.name, _extents(shard)]))
         ]
 
-    def check(self, source: Weights, destination: Weights) -> None:
+    def check(self, source: Weights, destination: Buffers) -> None:
         """Raise ChecksumMismatch on every rank if any rank's weights differ. Collective over the refit's ranks."""
         from mpi4py import MPI
 
@@ -98,20 +104,42 @@ class Verifier:
         if any(wrong_by_rank):
             raise ChecksumMismatch(self._message(dict(zip(self._ranks, wrong_by_rank, strict=True))))
 
-    def _sum(self, regions: list[_Region], weights: Weights) -> np.ndarray:
+    def _sum(self, regions: list[_Region], weights: Buffers) -> np.ndarray:
         """uint64 (totals,)."""
         sums: dict[torch.device, Tensor] = {}
         for part in regions:
-            tensor, ((top, bottom), (left, right), row, col) = weights[part.tensor], part.box
-            values = tensor.view(tensor.size(0), -1)[row : row + bottom - top, col : col + right - left]
+            tensor, (_, (left, _), *_) = weights[part.tensor], part.box
             if tensor.device not in sums:
                 sums[tensor.device] = torch.zeros(self._num_totals, dtype=torch.int64, device=tensor.device)
             total = sums[tensor.device][part.total]
-            add_checksum(total, values, top, left, self._dtype, self._scratch_bytes)
+            for top, values, dtype in self._values(part, tensor):
+                add_checksum(total, values, top, left, dtype, self._scratch_bytes)
         found = torch.zeros(self._num_totals, dtype=torch.int64)
         for of_device in sums.values():
             found += of_device.cpu()
         return found.numpy().view(np.uint64)
+
+    def _values(self, part: _Region, weight: Tensor | Fp8Matrix) -> Iterator[tuple[int, Tensor, torch.dtype]]:
+        """Yield values (rows, cols) of a region, the global number of their first row, and the dtype to round them to;
+        of a quantised weight some rows at a time."""
+        (top, bottom), (left, right), row, col = part.box
+        rows, cols = bottom - top, right - left
+        own, scales = weight, None if self._scales is None else self._scales.of(part.tensor, top, bottom)
+        if isinstance(own, Tensor):
+            own = own.view(own.size(0), -1)[row : row + rows, col : col + cols]
+            if scales is None:
+                yield top, own, self._dtype
+                return
+            scales = scales.to(own.device)
+        step = max(1, self._scratch_bytes // (SCRATCH_PER_ELEMENT * cols))
+        for first in range(0, rows, step):
+            end = min(first + step, rows)
+            if isinstance(own, Fp8Matrix):
+                matrix = own.part(row + first, end - first, col, cols)
+            else:
+                assert scales is not None
+                matrix = Fp8Matrix.of(own[first:end], scales[first:end], self._dtype)
+            yield top + first, matrix.dequantized(torch.float32), torch.float32
 
     def _message(self, wrong: dict[int, list[str]]) -> str:
         tensors = Counter(name for names in wrong.values() for name in names)

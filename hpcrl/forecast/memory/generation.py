@@ -12,7 +12,7 @@ from functools import cached_property
 
 from hpcrl.config.schema import EngineConfig
 from hpcrl.model.blocks.micro_batch import FP32, INT64
-from hpcrl.model.params import engine_layout, shards
+from hpcrl.model.params import engine_layout, quantized_names, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.cache_layout import PlannedCache
@@ -148,23 +148,39 @@ class PicturePass:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """A generation engine on one of its ranks. longest: tokens of a sequence."""
+    """A generation engine on one of its ranks. longest: tokens of a sequence. quantization and
+    kv_cache_dtype: as in the config."""
 
     cfg: EngineConfig
     shape: ModelShape
     layout: Layout
     itemsize: int
     longest: int
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
 
     @cached_property
     def weights(self) -> int:
         """Bytes of the weights."""
         own = shards(self.shape, engine_layout(self.shape, self.layout.tp))
-        return sum(math.prod(shard.local_shape) for shard in own) * self.itemsize
+        return sum(math.prod(shard.local_shape) for shard in own) * self.itemsize - self.saved
+
+    @cached_property
+    def quantized(self) -> list[tuple[int, ...]]:
+        """Sizes of the matrices that have 8-bit numbers, and a scale for each row."""
+        names = quantized_names(self.shape, self.quantization)
+        own = shards(self.shape, engine_layout(self.shape, self.layout.tp)) if names else ()
+        return [shard.local_shape for shard in own if shard.name in names]
+
+    @property
+    def saved(self) -> int:
+        """Bytes that 8-bit numbers save."""
+        return sum(rows * cols * (self.itemsize - 1) - rows * FP32 for rows, cols in self.quantized)
 
     @property
     def cache(self) -> PlannedCache:
-        return PlannedCache(self.cfg, self.shape, self.layout.tp, self.itemsize, self.longest)
+        itemsize = 1 if self.kv_cache_dtype == "fp8" else self.itemsize
+        return PlannedCache(self.cfg, self.shape, self.layout.tp, itemsize, self.longest)
 
     def work(self) -> tuple[int, int]:
         """Return an estimate of two sizes in bytes: the activations of a prefill, and the logits of all running
@@ -174,6 +190,8 @@ class EngineMemory:
         # Most layers are like the last one with an MLP.
         width = next((it.mlp.inner_width for it in reversed(shape.layers) if it.mlp.inner_width), 0)
         activations = tokens * itemsize * (3 * shape.hidden_size + 4 * width // self.layout.tp)
+        # A matrix that is dequantised for a product, where there are no 8-bit products.
+        activations += max((rows * cols * itemsize for rows, cols in self.quantized), default=0)
         return activations, cfg.max_num_seqs * shape.padded_vocab_size * (2 * itemsize + 4 + 2 * 8)
 
 

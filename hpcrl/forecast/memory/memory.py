@@ -23,7 +23,7 @@ from hpcrl.forecast.memory.generation import GIB, MIB, EngineMemory, PicturePass
 from hpcrl.forecast.memory.state import FP32, ITEMSIZE, RoleModel, State, job_shape, model_shape
 from hpcrl.model.architecture import check_longest, check_towers, check_vision
 from hpcrl.model.blocks.block import unsupported
-from hpcrl.model.params import check_adapters, check_fp8, role_layout
+from hpcrl.model.params import check_adapters, check_fp8, quantized_names, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.rollout.engines.engine import engine_of
 from hpcrl.runtime.exits import InputError
@@ -119,7 +119,12 @@ class TrainingPlan:
 
     def shared(self, rank: int) -> int:
         """Bytes of a rank that the engine shares with the actor."""
-        return sum(its.nbytes for its in self.refit.shared(rank)) if self.aliases else 0
+        shared = self.refit.shared(rank) if self.aliases else ()
+        return sum(its.nbytes for its in shared if its.name not in self._quantized)
+
+    @cached_property
+    def _quantized(self) -> frozenset[str]:
+        return quantized_names(self.refit.shape, self.config.rollout.quantization)
 
     @property
     def on_gpu(self) -> bool:
@@ -160,7 +165,8 @@ class TrainingPlan:
     def engine(self) -> EngineMemory:
         """The rollout engine."""
         cfg, refit, longest = self.config.rollout, self.refit, self.derived.max_sequence_length
-        return EngineMemory(cfg, refit.shape, self.layouts["rollout"], refit.itemsize, longest)
+        fixed = cfg, refit.shape, self.layouts["rollout"], refit.itemsize, longest
+        return EngineMemory(*fixed, cfg.quantization, cfg.kv_cache_dtype)
 
     @cached_property
     def judge(self) -> EngineMemory | None:
@@ -364,8 +370,9 @@ class TrainingPlan:
                 if rank in traffic:
                     its = traffic[rank]
                     buffers = max(buffers, min(limit, its.sent + its.received))
-                    own = max(own, its.received + its.copied - self.shared(rank))
-                    whole = max(whole, its.received + its.copied)
+                    needed = its.received + its.copied - (self.engine.saved if rank in self.layouts["rollout"] else 0)
+                    own = max(own, needed - self.shared(rank))
+                    whole = max(whole, needed)
             found[place.ranks] = buffers, own, whole
         return found
 

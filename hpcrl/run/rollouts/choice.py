@@ -14,6 +14,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.sampler import Sampler
 from hpcrl.data.tokenizer import end_token_ids
+from hpcrl.run.job_config import ASYNCHRONOUS
 from hpcrl.run.rollouts.source import RolloutContext, RolloutSource, WeightSync
 from hpcrl.run.rollouts.stepwise import OneStepOff, Recorded, Synchronous
 from hpcrl.run.rollouts.streaming import Streaming
@@ -45,6 +46,14 @@ def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer:
     )
     if mode != "sync":
         log.info("async_training.mode=%s with %s", mode, config.algorithm.rollout_correction)
+    correction = config.algorithm.rollout_correction
+    chosen = correction.preset, correction.rollout_is, correction.rollout_rs, correction.bypass_mode or None
+    if "fp8" in (config.rollout.quantization, config.rollout.kv_cache_dtype) and all(it is None for it in chosen):
+        log.warning(
+            "rollout in fp8: samples are of a policy that differs from the trained one by rounding, see "
+            "training/rollout_log_probs_diff_mean; `hpcrl train` corrects it by algorithm.rollout_correction.preset=%s",
+            ASYNCHRONOUS,
+        )
     return (Recorded if config.trainer.rollouts_from is not None else SOURCES[mode])(context)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from hpcrl.config.loader import load_config
 from hpcrl.forecast.command import describe, describe_refit
@@ -213,19 +214,39 @@ def test_disk() -> None:
     assert kept_checkpoints(everything.trainer, 500) == 50
 
 
-def test_an_engine_has_the_planned_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("quantization", "cached"), [(None, None), ("fp8", torch.float8_e4m3fn)], ids=["fp32", "fp8"])
+def test_an_engine_has_the_planned_bytes(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, cached: torch.dtype | None
+) -> None:
     monkeypatch.chdir(ROOT)
-    job = TrainingPlan(load_config("configs/ppo_countdown_cpu.yaml"))
+    job = TrainingPlan(
+        load_config(
+            "configs/ppo_countdown_cpu.yaml",
+            [
+                "placement.actor.tp=1",
+                f"rollout.quantization={quantization or 'null'}",
+                f"rollout.kv_cache_dtype={quantization or 'auto'}",
+            ],
+        )
+    )
     generation, refit = (next(row for row in job.rows() if row.phase == name) for name in ("rollout", "refit"))
     shape: ModelShape = job.models["actor"].shape
     longest, seqs = job.derived.max_sequence_length, job.config.rollout.max_num_seqs
     engine = NativeEngine(
-        shape, None, 0, 1, torch.float32, max_num_seqs=seqs, max_num_batched_tokens=64, max_model_len=longest
+        *(shape, None, 0, 1, torch.float32),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=64,
+        max_model_len=longest,
+        quantization=quantization,
+        cache_dtype=cached,
     )
     cache = engine._cache
     assert generation.kv_cache == sum(plane.nbytes for plane in cache.planes[0].owned)
     states = [job.states[role, stage].parameters for role, stage in refit.place.stages.items() if role in job.models]
-    assert refit.parameters - sum(states) == sum(weight.nbytes for weight in engine.weights().values())
+    weights = engine.weights()
+    assert refit.parameters - sum(states) == sum(weight.nbytes for weight in weights.values())
+    shared = [weights[it.name] for it in job.refit.shared(0) if isinstance(weights[it.name], Tensor)]
+    assert refit.parameters - generation.parameters == sum(weight.nbytes for weight in shared) > 0
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -339,7 +339,9 @@ class DecodeAttention(HostAttention):
         parts = []
         for rows, width, bias in self._runs(heads):
             of_run = queries[rows].flatten(0, 1)
-            run_keys, run_values = (plane[rows, :, :width].flatten(0, 1) for plane in (cached_keys, cached_values))
+            run_keys, run_values = (
+                plane[rows, :, :width].flatten(0, 1).to(queries.dtype) for plane in (cached_keys, cached_values)
+            )
             scores = self._scores(of_run, run_keys.transpose(1, 2), bias, scale)
             of_items = None if sinks is None else sinks.repeat(len(queries[rows]), 1)
             parts.append(torch.bmm(softmax_with(scores, of_items).to(values.dtype), run_values))
@@ -396,7 +398,7 @@ class ContinuedAttention(HostAttention):
             maxima = (sinks.float() * LOG2_E).repeat(1, tokens).unsqueeze(-1)
             sums = torch.ones_like(maxima)
         for part_keys, part_values in parts:
-            scores = torch.bmm(rows, part_keys.transpose(1, 2)).float()
+            scores = torch.bmm(rows, part_keys.to(rows.dtype).transpose(1, 2)).float()
             places = torch.arange(place, place + scores.size(-1), device=scores.device)
             place += scores.size(-1)
             hidden = places > last if window is None else (places > last) | (places <= last - window)
@@ -407,7 +409,7 @@ class ContinuedAttention(HostAttention):
                 weights.masked_fill_(hidden, 0.0)  # a part may have no visible key
             kept = (maxima - new_maxima).exp2_()
             sums = sums * kept + weights.sum(-1, keepdim=True)
-            outputs = outputs * kept + torch.bmm(weights.to(values.dtype), part_values)
+            outputs = outputs * kept + torch.bmm(weights.to(values.dtype), part_values.to(values.dtype))
             maxima = new_maxima
         if window is not None:
             self.new.store(layer, keys, values)
@@ -418,6 +420,6 @@ class ContinuedAttention(HostAttention):
         """Yield keys and values of the positions from `first` on: those in the ring, then the new ones."""
         cache = self.new.cache
         old = torch.arange(first, self._start, device=keys.device)
-        old_keys, old_values = cache.read_ring(layer, self._row, old)
+        old_keys, old_values = (part.to(keys.dtype) for part in cache.read_ring(layer, self._row, old))
         both = torch.cat([old_keys, keys.transpose(0, 1)], 1), torch.cat([old_values, values.transpose(0, 1)], 1)
         yield from zip(*(part.split(PART_TOKENS, 1) for part in both), strict=True)

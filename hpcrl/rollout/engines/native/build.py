@@ -25,6 +25,8 @@ def native_engine(
     ranks_on_node: int,
     enable_prefix_caching: bool = True,
     exact: bool = False,
+    quantization: str | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> NativeEngine:
     """A native engine with the sizes of a role's config section. max_model_len: tokens of prompt and response."""
     device, tp = platform.device(), groups.layout.tp
@@ -37,10 +39,12 @@ def native_engine(
         max_num_seqs=cfg.max_num_seqs,
         max_num_batched_tokens=cfg.max_num_batched_tokens,
         max_model_len=max_model_len,
-        kv_cache_bytes=cache_bytes(cfg, shape, tp, dtype, max_model_len, ranks_on_node),
+        kv_cache_bytes=cache_bytes(cfg, shape, tp, cache_dtype or dtype, max_model_len, ranks_on_node),
         enable_prefix_caching=enable_prefix_caching,
         enforce_eager=cfg.enforce_eager,
         exact=exact,
+        quantization=quantization,
+        cache_dtype=cache_dtype,
         device=device,
     )
 

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 @register_engine("native")
 class Native(Engine):
-    supports = frozenset(("pictures", "routed_experts", "exact", "shared_weights", "evaluations"))
+    supports = frozenset(("pictures", "routed_experts", "exact", "shared_weights", "evaluations", "fp8"))
 
     def make(self, groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
+        from hpcrl.kernels.dispatch import FP8
         from hpcrl.model.build import DTYPES
         from hpcrl.rollout.engines.native.build import native_engine
 
@@ -32,4 +33,6 @@ class Native(Engine):
             ranks_on_node=ranks_on_node,
             enable_prefix_caching=rollout.enable_prefix_caching,
             exact=rollout.exact,
+            quantization=rollout.quantization,
+            cache_dtype=FP8 if rollout.kv_cache_dtype == "fp8" else None,
         )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.fp8_matrix import Fp8Matrix, fp8_linear
 from hpcrl.kernels.fp32_product import product
 from hpcrl.kernels.layers import apply_rope
 from hpcrl.model.blocks.attention_modules import CachedAttention
@@ -21,7 +22,7 @@ from hpcrl.model.blocks.layers import NormStep, embedding_factor
 from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from hpcrl.model.exact import exact_linear
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, engine_layout, shards
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, engine_layout, quantized_names, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.model.tower import build_tower
@@ -102,12 +103,17 @@ class TokenFeatures(NamedTuple):
     values: tuple[Tensor, ...]
 
 
-def _zeros(owned: Sequence[Shard], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def _zeros(
+    owned: Sequence[Shard], quantized: Collection[str], dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """Return zeros for each shard by name; those of a layer's experts are in one tensor, for `Experts`."""
     stacks: dict[str, list[Shard]] = {}
+    found: dict[str, Tensor | Fp8Matrix] = {}
     for shard in owned:
+        if shard.name in quantized:
+            found[shard.name] = Fp8Matrix.zeros(shard.local_shape, dtype, device)
+            continue
         stacks.setdefault(re.sub(r"local_experts\.\d+", "local_experts", shard.name), []).append(shard)
-    found: dict[str, Tensor] = {}
     for members in stacks.values():
         stack = torch.zeros(len(members), *members[0].local_shape, dtype=dtype, device=device)
         found |= {shard.name: weight for shard, weight in zip(members, stack, strict=True)}
@@ -115,16 +121,24 @@ def _zeros(owned: Sequence[Shard], dtype: torch.dtype, device: torch.device) -> 
 
 
 class Decoder:
-    """The model's forward pass. `weights` maps global parameter names to this rank's shards."""
+    """The model's forward pass. `weights` maps global parameter names to this rank's shards, which are tensors, and
+    `Fp8Matrix` for `quantized_names`."""
 
-    def __init__(self, shape: ModelShape, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: str | None = None,
+    ) -> None:
         self.vocab_size = shape.softmax_size
         self._shape = shape
         self.tp = tp
-        self._linear: Callable[[Tensor, Tensor], Tensor] = exact_linear if tp.exact else linear
+        self._linear: Callable[[Tensor, Tensor], Tensor] = exact_linear if tp.exact else fp8_linear
         self._rotation = PlainRotation if tp.exact else FastRotation
         layout = engine_layout(shape, tp.size)
-        self.weights = _zeros(shards(shape, layout, tp.rank), dtype, device)
+        self.weights = _zeros(shards(shape, layout, tp.rank), quantized_names(shape, quantization), dtype, device)
         self.vision, self.tower = shape.vision, None
         if shape.vision is not None:
             with device:

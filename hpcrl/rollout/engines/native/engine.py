@@ -33,7 +33,8 @@ class NativeEngine:
 
     `max_num_seqs` sequences run at once, `max_num_batched_tokens` prompt tokens are prefilled in one call, and
     `max_model_len` is the longest prompt plus the longest response. The KV cache takes `kv_cache_bytes` on each rank
-    (None: as much as these limits can use); if it is full, sequences wait or are preempted.
+    (None: as much as these limits can use) of `cache_dtype` (None: `dtype`); if it is full, sequences wait or are
+    preempted.
     """
 
     def __init__(
@@ -51,19 +52,22 @@ class NativeEngine:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         exact: bool = False,
+        quantization: str | None = None,
+        cache_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
     ) -> None:
         if exact:
             check_exact(shape, tp_size, dtype, device)
         tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
         layout, limits = CacheLayout.of(shape, tp_size, max_model_len), (max_num_seqs, max_model_len)
+        cached = cache_dtype or dtype
         if kv_cache_bytes is None:
-            kv_cache_bytes = layout.most_bytes(dtype.itemsize, *limits)
+            kv_cache_bytes = layout.most_bytes(cached.itemsize, *limits)
         self._generating, self._max_encoded_tokens = False, max_num_batched_tokens
-        self._decoder = Decoder(shape, tp, dtype, device)
+        self._decoder = Decoder(shape, tp, dtype, device, quantization)
         width = blocks_for(max_model_len)
-        size = tp.smallest(layout.num_blocks(dtype.itemsize, kv_cache_bytes, *limits))
-        has_kernels, self._paged = bool(layout.heads) and PagedAttention.fits(layout, BLOCK_SIZE, dtype, device), None
+        size = tp.smallest(layout.num_blocks(cached.itemsize, kv_cache_bytes, *limits))
+        has_kernels, self._paged = bool(layout.heads) and PagedAttention.fits(layout, BLOCK_SIZE, cached, device), None
         self._cache: KVCache | RowCache
         options: dict[str, Any] = {
             "max_num_seqs": max_num_seqs,
@@ -72,10 +76,10 @@ class NativeEngine:
             "enable_prefix_caching": enable_prefix_caching,
         }
         if device.type == "cpu" and not has_kernels:
-            self._cache = RowCache(layout, size, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, dtype)
+            self._cache = RowCache(layout, size, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, cached)
             self._begin: Callable[..., GenerateCall] = partial(RowCall, self._decoder, self._cache, **options)
         else:
-            self._cache = KVCache(layout, size, BLOCK_SIZE, max_num_seqs, dtype, device)
+            self._cache = KVCache(layout, size, BLOCK_SIZE, max_num_seqs, cached, device)
             graphed = device.type == "cuda" and has_kernels and not enforce_eager
             self._paged = PagedDecode(self._decoder, self._cache, max_num_seqs, width, is_graphed=graphed)
             self._begin = partial(PagedCall, self._decoder, self._cache, paged=self._paged, **options)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.kernels.fp8_matrix import rounded
 from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.rollout.engines.cache_layout import CacheLayout
 
@@ -239,9 +240,9 @@ class KVCache(LayeredCache):
     def write(self, layer: int, places: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
         """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `places`."""
         (blocks, offsets), cached = places, self[layer]
-        cached.keys.permute(0, 3, 1, 2)[blocks, offsets] = keys
+        cached.keys.permute(0, 3, 1, 2)[blocks, offsets] = rounded(keys, self.dtype)
         if not cached.heads.value_in_key:
-            cached.values.transpose(1, 2)[blocks, offsets] = values
+            cached.values.transpose(1, 2)[blocks, offsets] = rounded(values, self.dtype)
 
     def places(self, heads: CachedHeads, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both: their blocks, and the offsets

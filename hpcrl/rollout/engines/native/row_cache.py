@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.kernels.fp8_matrix import rounded
 from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.rollout.engines.cache_layout import CacheLayout
 from hpcrl.rollout.engines.native.kv_cache import BlockBudget, LayeredCache, Moves, Plane
@@ -90,9 +91,11 @@ class RowCache(LayeredCache):
     def write(self, layer: int, places: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
         """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `places`."""
         (places_of_heads,), cached = places, self[layer]
-        cached.keys.flatten(0, 2).index_copy_(0, places_of_heads, keys.reshape(-1, keys.size(-1)))
-        if not cached.heads.value_in_key:
-            cached.values.flatten(0, 2).index_copy_(0, places_of_heads, values.reshape(-1, values.size(-1)))
+        for plane, new in ((cached.keys, keys), (cached.values, values))[: 2 - cached.heads.value_in_key]:
+            of_heads, rows = plane.flatten(0, 2), rounded(new.reshape(-1, new.size(-1)), self.dtype)
+            if self.dtype.itemsize == 1:  # torch does not copy rows of 8-bit floats
+                of_heads, rows = of_heads.view(torch.uint8), rows.view(torch.uint8)
+            of_heads.index_copy_(0, places_of_heads, rows)
 
     def spans(self, row: int, num_tokens: int, at_once: int) -> list[Any]:
         """Return the parts of a row's tokens, `at_once` at most in each, for `read`."""
