@@ -175,7 +175,7 @@ def stacked(weights: Sequence[Tensor]) -> tuple[Tensor, bool] | None:
     if len(distances) > 1 or not all(weight.is_contiguous() for weight in weights):
         return None
     (distance,) = distances
-    if any(number * size % ALIGNMENT for number in (distance, first.stride(0), min(places))):
+    if any(number * size % ALIGNMENT for number in (distance, *first.shape, min(places))):
         return None
     return first.as_strided((len(weights), *first.shape), (abs(distance), *first.stride()), min(places)), distance < 0
 
@@ -222,45 +222,68 @@ class Operand(NamedTuple):
 ITSELF, OF_TOKENS = Operand(), Operand(gathers=True)
 
 
-def grouped_linear(weights: ExpertWeights, order: Order, *inputs: Tensor, operand: Operand = ITSELF) -> Tensor:
+Multiply = Callable[[Tensor, Tensor], Tensor]  # (rows, k), (m, k) -> (rows, m)
+
+
+def grouped_linear(
+    weights: ExpertWeights,
+    order: Order,
+    *inputs: Tensor,
+    operand: Operand = ITSELF,
+    multiply: Multiply | None = None,
+) -> Tensor:
     """Return the rows of a (R, k), which is `operand` of the inputs, times their expert's matrix transposed: (R, m).
 
     2 R k m operations forward, and each of the two products in the backward pass as many. For it `inputs` are kept.
-    Gradients of weights are added to fp32 sums, where megatron's linear layers do so.
+    Gradients of weights are added to fp32 sums, where megatron's linear layers do so. multiply: computes the rows of
+    each expert in the forward pass, one expert after the other.
     """
     if not torch.is_grad_enabled():
-        return _product(operand, operand.rows(inputs, order), weights, order)
-    return _GroupedLinear.apply(operand, weights, order, len(inputs), *inputs, *weights.each)
+        return _product(operand, operand.rows(inputs, order), weights, order, multiply)
+    return _GroupedLinear.apply(operand, weights, order, multiply, len(inputs), *inputs, *weights.each)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operand: Operand, weights: ExpertWeights, order: Order, count: int, *tensors: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        operand: Operand,
+        weights: ExpertWeights,
+        order: Order,
+        multiply: Multiply | None,
+        count: int,
+        *tensors: Any,
+    ) -> Tensor:
         inputs = tensors[:count]
         ctx.operand, ctx.weights, ctx.order, ctx.count = operand, weights, order, count
-        if operand.function is not None or any(ctx.needs_input_grad[4 + count :]):
+        if operand.function is not None or any(ctx.needs_input_grad[5 + count :]):
             ctx.save_for_backward(*inputs)
-        return _product(operand, operand.rows(inputs, order), weights, order)
+        return _product(operand, operand.rows(inputs, order), weights, order, multiply)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         operand, weights, order = ctx.operand, ctx.weights, ctx.order
-        needed, needs_weights = ctx.needs_input_grad[4 : 4 + ctx.count], any(ctx.needs_input_grad[4 + ctx.count :])
+        needed, needs_weights = ctx.needs_input_grad[5 : 5 + ctx.count], any(ctx.needs_input_grad[5 + ctx.count :])
         grad = grad.contiguous()  # the grouped product does not read expanded ones
         rows = operand.rows(ctx.saved_tensors, order) if ctx.saved_tensors else ()
         gradients = _gradients_by_expert if _stack_for(grad, weights, order) is None else _gradients
         of_rows, of_weights = gradients(operand, rows, needed, grad, weights, order, needs_weights)
         if operand.gathers:
             of_rows = [None if part is None else _sum_rows(part, order) for part in of_rows]
-        return None, None, None, None, *of_rows, *of_weights
+        return None, None, None, None, None, *of_rows, *of_weights
 
 
-def _product(operand: Operand, rows: Sequence[Tensor], weights: ExpertWeights, order: Order) -> Tensor:
-    if (stack := _stack_for(rows[0], weights, order)) is not None:
+def _product(
+    operand: Operand, rows: Sequence[Tensor], weights: ExpertWeights, order: Order, multiply: Multiply | None
+) -> Tensor:
+    if multiply is None and (stack := _stack_for(rows[0], weights, order)) is not None:
         return torch.nn.functional.grouped_mm(operand(rows), stack.transpose(1, 2), offs=order.ends)
     product = rows[0].new_empty(len(rows[0]), len(weights.each[0]))
     for weight, part, *of_rows in _by_expert(weights, order, product, *rows):
-        multiply_into(part, operand(of_rows), weight.t())
+        if multiply is None:
+            multiply_into(part, operand(of_rows), weight.t())
+        else:
+            part.copy_(multiply(operand(of_rows), weight))
     return product
 
 
@@ -364,7 +387,8 @@ def _stack_for(a: Tensor, weights: ExpertWeights, order: Order) -> Tensor | None
 def _warn_of_waits(device: torch.device, dtype: torch.dtype) -> None:
     log.warning(
         "experts run one after the other, and the host waits for their numbers of tokens in each layer: on %s with %s "
-        "torch has no grouped product, or the weights are not at equal distances in memory",
+        "torch has no grouped product, or the weights are not at equal distances in memory, or their widths are not "
+        "multiples of 16 bytes",
         device, dtype,
     )  # fmt: skip
 

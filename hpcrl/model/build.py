@@ -80,6 +80,8 @@ def build_model(
     if exact:
         if groups.layout.cp > 1:
             raise InputError("rollout.exact=true with context parallelism is not supported; set cp to 1")
+        if shape.routed is not None and groups.layout.etp > 1:
+            raise InputError("rollout.exact=true with ranks that divide experts is not supported; set etp to 1")
         check_exact(shape, groups.layout.tp, dtype, platform.device())
     if shape.routed is not None and groups.layout.tp > 1 and not sequence_parallel:
         raise ValueError("experts with tensor parallelism need sequence_parallel=True: each rank routes its own tokens")

@@ -226,6 +226,8 @@ def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: tor
     results for a token depend on the number of tokens."""
     if block := unsupported(shape.layers, "exact"):
         raise InputError(f"rollout.exact=true with {block} is not supported; set rollout.exact to false")
+    if shape.routed is not None and tp_size > 1:
+        raise InputError(f"rollout.exact=true with experts and tp={tp_size} is not supported; set tp to 1")
     if device.type == "cpu" and torch.get_num_threads() != 1:
         raise InputError(
             f"rollout.exact=true with {torch.get_num_threads()} threads per rank; set OMP_NUM_THREADS=1, or "
@@ -233,7 +235,8 @@ def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: tor
         )
     split = shape.ffn_hidden_size // tp_size, shape.num_attention_heads * shape.head_dim // tp_size
     probe = partial(_probe, dtype=dtype, device=device)
-    for width in sorted({shape.hidden_size, *split}):
+    of_experts = {layer.mlp.inner_width // layer.mlp.choices for layer in shape.layers if layer.num_experts}
+    for width in sorted({shape.hidden_size, *split, *of_experts}):
         x, weight = probe(ROWS * 19, width), probe(ROWS * 3, width)
         _check_rows(f"a matrix product over {width} columns", partial(exact_linear, weight=weight), x)
     norm, logits = probe(shape.hidden_size), probe(ROWS * 5, shape.softmax_size).float()

@@ -65,6 +65,16 @@ def cache(world: World) -> GroupCache:
     return GroupCache(world.rank)
 
 
+EXPERTS = dataclasses.replace(
+    SHAPE, num_experts=8, moe_topk=3, moe_ffn_hidden_size=52, dense_layers=(1,), moe_shared_ffn_hidden_size=44
+)
+EXPERT_LAYOUTS = {  # and which ranks have different experts
+    1: (Layout((0,)), Layout((0,))),
+    2: (Layout((0, 1), ep=2), Layout((0, 1))),
+    4: (Layout((0, 1, 2, 3), pp=2, ep=2), Layout((0, 1, 2, 3))),
+}
+
+
 def make_requests() -> list[Request]:
     """Groups that share prompts of many lengths, more than there are slots; responses of different lengths, too."""
     generator = np.random.default_rng(0)
@@ -113,11 +123,24 @@ def test_rollout_and_training_log_probs_are_equal(world: World, cache: GroupCach
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_so_are_they_on_a_device(world: World, cache: GroupCache, dtype: torch.dtype) -> None:
+def test_so_are_they_with_experts(world: World, cache: GroupCache, dtype: torch.dtype) -> None:
+    pair = make_pair(world, cache, *EXPERT_LAYOUTS[world.size], dtype=dtype, shape=EXPERTS)
+    batch = pair.generate(make_requests(), SAMPLING)
+    for max_tokens in (200, 1000):
+        found = differences(pair, batch, max_tokens)
+        assert found is None or (found == 0).all()
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float32, SHAPE), (torch.bfloat16, SHAPE), (torch.bfloat16, EXPERTS)]
+)
+def test_so_are_they_on_a_device(world: World, cache: GroupCache, dtype: torch.dtype, shape: ModelShape) -> None:
     """There the engine's cache has blocks; before and after a further step and refit."""
     device = load_on_all_ranks(world)
+    layouts = LAYOUTS[world.size][0] if shape is SHAPE else EXPERT_LAYOUTS[world.size]
     with in_place_of_cuda(device):
-        pair = make_pair(dataclasses.replace(world, device=device), cache, *LAYOUTS[world.size][0], dtype=dtype)
+        pair = make_pair(dataclasses.replace(world, device=device), cache, *layouts, dtype=dtype, shape=shape)
         assert pair.engine is None or next(iter(pair.engine.weights().values())).device == device
         for is_last in (False, True):
             found = differences(pair, pair.generate(make_requests(), SAMPLING), 200)

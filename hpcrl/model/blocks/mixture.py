@@ -75,8 +75,12 @@ class MixtureOfExperts(Block):
 
     @property
     def supports(self) -> frozenset[Feature]:
-        found: tuple[Feature, ...] = ("adapters", "context_parallel", "planned_cp")
-        return frozenset((*found, "transformer_engine") if self.is_gated and not self.has_bias else found)
+        found: set[Feature] = {"adapters", "context_parallel", "planned_cp"}
+        if self.is_gated and not self.has_bias:
+            found.add("transformer_engine")
+        if not self.has_bias and not self.has_shared_gate:
+            found.add("exact")
+        return frozenset(found)
 
     @property
     def activation(self) -> tuple[Activation, tuple[float, ...]]:
@@ -151,7 +155,7 @@ class MixtureOfExperts(Block):
         from hpcrl.model.blocks.layers import use_activation
         from hpcrl.model.blocks.mixture_modules import use_mixture_of_experts
 
-        use_mixture_of_experts(spec, self, groups)
+        use_mixture_of_experts(spec, self, groups, exact=exact)
         name, constants = self.activation
         use_activation(spec, name, self.is_gated, groups.pgc.tp, constants)
 

@@ -31,6 +31,7 @@ from hpcrl.kernels.grouped_experts import (
 )
 from hpcrl.model.blocks.layers import BiasedColumnParallel, BiasedExpertOutput, FeedForwardStep, activate
 from hpcrl.model.blocks.router import Router, Routing, route
+from hpcrl.model.exact import exact_linear
 from hpcrl.model.gpt import PackedTokens
 from hpcrl.runtime.megatron_versions import mlp_submodules, use_mixture
 
@@ -65,24 +66,27 @@ class GroupedExperts:
         fc2_bias: Sequence[Tensor] = (),
         *,
         adds_bias: bool = True,
+        exact: bool = False,
     ) -> None:
-        """adds_bias: whether this rank's part of the output has the second bias."""
+        """adds_bias: whether this rank's part of the output has the second bias. exact: see `hpcrl.model.exact`."""
         self.fc1, self.fc2 = ExpertWeights(fc1), ExpertWeights(fc2)
         self._fc1_bias = Biases(fc1_bias) if fc1_bias else None
         self._fc2_bias = Biases(fc2_bias) if fc2_bias else None
         self._adds_bias = adds_bias
         self._block = block
+        self._multiply = exact_linear if exact else None
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         order = self.order(ids)
-        inner = self.biased(grouped_linear(self.fc1, order, x, operand=OF_TOKENS), order)
+        inner = self.biased(grouped_linear(self.fc1, order, x, operand=OF_TOKENS, multiply=self._multiply), order)
         weights = order.of_rows(weights)
-        outputs = grouped_linear(self.fc2, order, inner, weights, operand=Operand(function=self.scaled))
+        scaled = Operand(function=self.scaled)
+        outputs = grouped_linear(self.fc2, order, inner, weights, operand=scaled, multiply=self._multiply)
         return self.sum(outputs, order, weights)
 
     @property
     def needs_host(self) -> bool:
-        return self.fc1.needs_host or self.fc2.needs_host
+        return self._multiply is not None or self.fc1.needs_host or self.fc2.needs_host
 
     def order(self, ids: Tensor) -> Order:
         return Order(ids, len(self.fc1.each), self.fc1.is_reversed)
@@ -212,10 +216,11 @@ class Exchange:
         return [part.tolist() for part in numbers.cpu().split(sizes)]
 
 
-def use_mixture_of_experts(spec: ModuleSpec, block: MixtureOfExperts, groups: RoleGroups) -> None:
+def use_mixture_of_experts(spec: ModuleSpec, block: MixtureOfExperts, groups: RoleGroups, *, exact: bool) -> None:
     """Set the mixture of experts and its router in a layer, in place."""
     spec.module = MixtureLayer
-    use_mixture(spec, Mixture, partial(Router, block=block), groups.pgc, block=block)
+    router = partial(Router, block=block, exact=exact)
+    use_mixture(spec, Mixture, router, groups.pgc, block=block, exact=exact)
     if block.has_bias:
         experts, *_ = mlp_submodules(spec)
         experts.linear_fc1, experts.linear_fc2 = BiasedColumnParallel, BiasedExpertOutput
@@ -247,12 +252,13 @@ class Mixture(MoELayer):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         block: MixtureOfExperts,
+        exact: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, pg_collection, **options)
         assert pg_collection is not None
         self.token_dispatcher = None
-        self._block, self._etp = block, pg_collection.expt_tp
+        self._block, self._etp, self._exact = block, pg_collection.expt_tp, exact
         self._exchange = Exchange(block.num_experts, pg_collection)
         # The first and the second layers of this rank's experts, whose forward passes are not used.
         experts = self.experts.local_experts
@@ -300,7 +306,8 @@ class Mixture(MoELayer):
         if self._grouped is None or not (self._grouped.fc1.is_current and self._grouped.fc2.is_current):
             weights = [[layer.weight for layer in layers] for layers in self._layers]
             biases = [[layer.bias for layer in layers] for layers in self._layers] if self._block.has_bias else []
-            self._grouped = GroupedExperts(self._block, *weights, *biases, adds_bias=self._etp.rank() == 0)
+            options = {"adds_bias": self._etp.rank() == 0, "exact": self._exact}
+            self._grouped = GroupedExperts(self._block, *weights, *biases, **options)
             updates = [[layer.update for layer in layers if hasattr(layer, "update")] for layers in self._layers]
             self._adapted = AdaptedExperts(self._grouped, *updates) if any(updates) else None
         if self._adapted is not None and self._adapted.is_enabled:
@@ -326,7 +333,7 @@ class MixtureStep:
         kinds = ("fc1.weight", "fc2.weight", *(("fc1.bias", "fc2.bias") if block.has_bias else ()))
         names = [f"mlp.experts.local_experts.{number}.linear_" for number in range(block.num_experts)]
         of_experts = ([weight(name + kind) for name in names] for kind in kinds)
-        self._experts = GroupedExperts(block, *of_experts, adds_bias=tp.rank == 0)
+        self._experts = GroupedExperts(block, *of_experts, adds_bias=tp.rank == 0, exact=tp.exact)
 
     @property
     def needs_host(self) -> bool:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from hpcrl.model.exact import exact_linear
+
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
@@ -123,10 +125,15 @@ class Router(TopKRouter):
     """
 
     def __init__(
-        self, config: TransformerConfig, block: MixtureOfExperts, pg_collection: ProcessGroupCollection, **_: object
+        self,
+        config: TransformerConfig,
+        block: MixtureOfExperts,
+        pg_collection: ProcessGroupCollection,
+        exact: bool = False,
+        **_: object,
     ) -> None:
         super().__init__(config, pg_collection)
-        self._block = block
+        self._block, self._exact = block, exact
         if block.has_bias:
             self.bias = torch.nn.Parameter(torch.empty(block.num_experts, dtype=config.params_dtype))
             # Each rank has the gradient of its tokens.
@@ -137,6 +144,13 @@ class Router(TopKRouter):
 
     def _maintain_float32_expert_bias(self) -> None:
         """Keep the parameters' dtype, so that training and rollout choose alike."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return logits fp32 (..., experts)."""
+        if self._exact:
+            return exact_linear(input.float(), self.weight.float())
+        logits: Tensor = super().gating(input)
+        return logits
 
     def forward(self, input: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Map this rank's tokens (n, 1, hidden) to weights fp32 and ids int64 of their experts, (n, topk) each."""
