@@ -27,7 +27,7 @@ def attend(
     """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), in powers of 2, over KEYS positions at a time,
     from position 0 on; one program per tile of tokens and KV head.
 
-    A query meets the same keys in the same steps in any tile. Steps after its own position change nothing: their
+    A query reads the same keys in the same steps in any tile. Steps after its own position change nothing: their
     weights are 0, its maximum stays, and its sums are multiplied by 1.
     """
     tile, head = tiles + tl.program_id(0) * 4, tl.program_id(1)

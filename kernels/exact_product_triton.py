@@ -21,7 +21,7 @@ def multiply(
 ):  # fmt: skip
     """y (rows, COLUMNS) = x (rows, TERMS) times weight (COLUMNS, TERMS) transposed, all contiguous; sums in fp32.
 
-    A program adds all terms in order, and rows of a tile do not meet: nothing depends on `rows` but what is stored.
+    A program adds all terms in order, and rows of a tile are independent: nothing depends on `rows` but what is stored.
     """
     program = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(COLUMNS, BLOCK_COLUMNS)

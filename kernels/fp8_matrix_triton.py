@@ -16,7 +16,7 @@ MOST_AT_ONCE = 4096  # numbers of a program
 
 @triton.jit
 def quantize(values, numbers, scales, stride, cols, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Reads a row twice, the second time from a cache."""
+    """numbers, scales = the rows of `values` in FP8; a row is read twice, the second time from a cache."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     maxima = tl.zeros((BLOCK,), tl.float32)

@@ -109,7 +109,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum_rows(y: Tensor, order: Order) -> Tensor:
-    """Rounds each sum once. On a CPU it takes a sixth of the time of `y[order.rows].sum(1)`."""
+    """Sum the rows of each token, with one rounding. On a CPU in a sixth of the time of `y[order.rows].sum(1)`."""
     if order.rows.size(1) == 1 or not len(y):
         return y.index_select(0, order.rows.flatten())
     return embedding_bag(order.rows, y, mode="sum")
@@ -159,7 +159,7 @@ class ExpertWeights:
 
     @cached_property
     def main_grads(self) -> Tensor | None:
-        """Those sums, as `stack`."""
+        """The fp32 sums of gradients, as `stack`."""
         found = stacked([weight.main_grad for weight in self.each])  # type: ignore[attr-defined]
         return None if found is None or found[1] != self.is_reversed else found[0]
 
@@ -168,7 +168,7 @@ def stacked(weights: Sequence[Tensor]) -> tuple[Tensor, bool] | None:
     """Return a view of all weights by their places in memory, and whether these are in reverse order; None if they are
     not at equal distances, or not aligned."""
     first, size = weights[0], weights[0].element_size()
-    if len({weight.untyped_storage().data_ptr() for weight in weights}) > 1:
+    if len({weight.untyped_storage()._cdata for weight in weights}) > 1:
         return None
     places = [int(weight.storage_offset()) for weight in weights]
     distances = {later - earlier for earlier, later in zip(places, places[1:], strict=False)} or {-first.numel()}
@@ -188,7 +188,7 @@ def place_in_stack(weights: Sequence[torch.nn.Parameter]) -> None:
 
 
 class Operand(NamedTuple):
-    """How rows that are multiplied are computed. It is done again in the backward pass.
+    """The computation of the rows `a` of a grouped product from its inputs, which the backward pass repeats.
 
     The only input is `a` (R, k) itself; or with `gathers` x (n, k) of tokens, whose rows are gathered; or a row of `a`
     is computed from a row of each input by `function`.
@@ -219,7 +219,7 @@ class Operand(NamedTuple):
         return a.detach(), [next(found) if need else None for need in needed]
 
 
-ITSELF, OF_TOKENS = Operand(), Operand(gathers=True)
+ROWS, TOKENS = Operand(), Operand(gathers=True)
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (rows, k), (m, k) -> (rows, m)
@@ -229,7 +229,7 @@ def grouped_linear(
     weights: ExpertWeights,
     order: Order,
     *inputs: Tensor,
-    operand: Operand = ITSELF,
+    operand: Operand = ROWS,
     multiply: Multiply | None = None,
 ) -> Tensor:
     """Return the rows of a (R, k), which is `operand` of the inputs, times their expert's matrix transposed: (R, m).
@@ -368,14 +368,14 @@ def _by_expert(weights: ExpertWeights, order: Order, *tensors: Tensor) -> Iterat
 def _added(weight: Any) -> Tensor | None:
     """Return what autograd gets for a weight whose gradient has been added to `weight.main_grad`."""
     weight.grad_added_to_main_grad = True
-    # See `hpcrl.engine.data_parallel`; its numbers are ignored.
+    # See `hpcrl.engine.data_parallel`. Its numbers are ignored; expanded, because those of all experts exist at once.
     return weight.new_empty(()).expand(weight.shape) if getattr(weight, "requires_some_grad", False) else None
 
 
 def _stack_for(a: Tensor, weights: ExpertWeights, order: Order) -> Tensor | None:
     """Return the stack of weights if torch multiplies it in one launch. A CPU does not wait for numbers of rows, and
     its grouped product is no faster, and takes time for experts without rows."""
-    if a.device.type == "cpu":
+    if a.device.type == "cpu" or not len(a):
         return None
     stack = weights.stack(order) if _has_grouped_product(a.device, a.dtype) else None
     if stack is None:
@@ -386,16 +386,21 @@ def _stack_for(a: Tensor, weights: ExpertWeights, order: Order) -> Tensor | None
 @functools.cache
 def _warn_of_waits(device: torch.device, dtype: torch.dtype) -> None:
     log.warning(
-        "experts run one after the other, and the host waits for their numbers of tokens in each layer: on %s with %s "
-        "torch has no grouped product, or the weights are not at equal distances in memory, or their widths are not "
-        "multiples of 16 bytes",
+        "experts run one after the other on %s with %s, and the host waits for their numbers of tokens in each layer; "
+        "a grouped product needs bfloat16, compute capability 9 or 10, widths that are multiples of 16 bytes, and "
+        "weights at equal distances in memory (raise model.ddp.bucket_size if a bucket ends inside a layer)",
         device, dtype,
     )  # fmt: skip
 
 
 @functools.cache
 def _has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has it: from 2.10 on, for bf16 on GPUs, and for fp32 too on CPUs."""
+    """Whether torch has a kernel: from 2.10 on, on GPUs of compute capability 9 and 10 for bf16. For others torch
+    multiplies one group after the other, and the host waits."""
+    if device.type == "cuda":
+        major, _ = torch.cuda.get_device_capability(device)
+        if dtype is not torch.bfloat16 or major not in (9, 10):
+            return False
     a, b = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(2, 16, 16, device=device, dtype=dtype)
     try:
         ends = torch.tensor([8, 16], dtype=torch.int32, device=device)

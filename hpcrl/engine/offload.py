@@ -170,7 +170,7 @@ def offload_of(
         return storages_of(optimizer_tensors(optimizer), exclude=[*parameters(), *gradients()])
 
     def drop_8bit_copies() -> None:
-        """Those of Transformer Engine's layers, which make new ones in the first micro-batch of the next pass."""
+        """Free the 8-bit weights of Transformer Engine's layers, which the next pass makes again."""
         for module in (module for chunk in chunks for module in chunk.modules()):
             getattr(module, "_fp8_workspaces", {}).clear()
 

@@ -152,8 +152,8 @@ def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles)
 
 
 def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The same of sequences one after the other: queries (T, heads, d), keys and values (T, KV heads, d) -> (T, heads,
-    d). They are copied to blocks, so that training runs the kernel of decoding."""
+    """Return `paged_attention` of packed sequences: queries (T, heads, d), keys and values (T, KV heads, d) to (T,
+    heads, d). They are copied to blocks, so that training runs the kernel of decoding."""
     grouped = queries.unflatten(1, (keys.size(1), -1))
     tiles, block, offset = _packed_tiles(lengths, tile_tokens(grouped.size(2), queries.dtype), queries.device)
     size = sum(-(-length // PAGE) for length in lengths), keys.size(1)
@@ -269,7 +269,7 @@ def _is_exact(heads: int, width: int, probe: Callable[..., Tensor]) -> bool:
 
 
 def _is_paged_exact(heads: int, width: int, probe: Callable[..., Tensor]) -> bool:
-    """Of two KV heads and sequences, by tiles of many tokens and of one each."""
+    """Whether tiles of many tokens and of one token agree, for two KV heads and sequences."""
     lengths = np.array([2 * KEYS, KEYS + 3])
     table, tokens = np.arange(8)[::-1].reshape(2, -1), int(lengths.sum())
     queries, keys, values = probe(tokens, 2, heads, width), probe(8, 2, width, PAGE), probe(8, 2, PAGE, width)

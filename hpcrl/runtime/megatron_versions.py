@@ -68,7 +68,7 @@ def use_mixture(
     submodules_of(description).router = router
     if isinstance(description, ModuleSpec):
         description.module = mixture
-        description.params = {"pg_collection": groups, **options}  # it hands groups to its own class only
+        description.params = {"pg_collection": groups, **options}  # megatron passes groups to its own class only
     else:
         layer.submodules.mlp = functools.partial(mixture, submodules=submodules_of(description), **options)
 

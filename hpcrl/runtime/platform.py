@@ -120,17 +120,8 @@ def _install_on_cpu() -> None:
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     # The schedules make one device="cuda" scalar per call, around all of forward and backward.
     schedules.torch = _TorchWithoutCuda()  # type: ignore[attr-defined]
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # otherwise megatron makes a CUDA stream
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_host
-
-
-def _splits_to_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Copy the splits of the all-to-all to the host, as megatron does on a CUDA stream of its own."""
-    if point == dispatcher.cuda_dtoh_point:
-        for name in ("input_splits", "output_splits", "output_splits_tp"):
-            if isinstance(splits := getattr(dispatcher, name), torch.Tensor):
-                setattr(dispatcher, name, splits.cpu().numpy())
-    return tokens_per_expert
+    # Otherwise the constructor of megatron's dispatcher, which is not used, makes a CUDA stream.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
 
 
 def cpu_bridge() -> contextlib.AbstractContextManager[Any]:

@@ -60,7 +60,7 @@ class Cache(NamedTuple):
 
 
 def make(shape: Shape, dtype: torch.dtype, device: torch.device, least: int = 64) -> Cache:
-    """Rows with their blocks in no order; memory that is nobody's tells when it is read."""
+    """Rows with their blocks in no order; memory that no block uses is NaN."""
     lengths = np.array(LENGTHS)
     counts = -(-lengths // SIZE)
     num_blocks = int(counts.sum()) + 3

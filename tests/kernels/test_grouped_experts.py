@@ -8,20 +8,21 @@ from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.grouped_experts import (
-    OF_TOKENS,
+    TOKENS,
     Biases,
     ExpertWeights,
     Operand,
     Order,
     grouped_linear,
     place_in_stack,
+    stacked,
 )
 from hpcrl.kernels.grouped_experts_triton import add_expert_gradients
 from tests.kernels.close import assert_near
 from tests.strict_device.load import load
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-EXPERTS, INSIDE, OUTSIDE, TOKENS, TOPK = 8, 32, 16, 11, 3
+EXPERTS, INSIDE, OUTSIDE, NUM_TOKENS, TOPK = 8, 32, 16, 11, 3
 
 
 def in_one_memory(dtype: torch.dtype, kind: str) -> list[Tensor]:
@@ -45,8 +46,10 @@ def test_each_row_is_multiplied_by_its_expert(dtype: torch.dtype, kind: str, sum
     """Also backward: by itself, and with gradients of weights that are added to fp32 sums."""
     torch.manual_seed(0)
     each = leaves(in_one_memory(dtype, kind))
-    x, shares = torch.randn(TOKENS, INSIDE, device=DEVICE).to(dtype), torch.rand(TOKENS, TOPK, device=DEVICE)
-    ids = torch.rand(TOKENS, EXPERTS - 2, device=DEVICE).argsort(1)[:, :TOPK] + 1  # the first and the last have none
+    x, shares = torch.randn(NUM_TOKENS, INSIDE, device=DEVICE).to(dtype), torch.rand(NUM_TOKENS, TOPK, device=DEVICE)
+    ids = (
+        torch.rand(NUM_TOKENS, EXPERTS - 2, device=DEVICE).argsort(1)[:, :TOPK] + 1
+    )  # the first and the last have none
     bias = leaves(torch.randn(EXPERTS, OUTSIDE, device=DEVICE).to(dtype).unbind())
     before = torch.randn(EXPERTS, OUTSIDE, INSIDE, device=DEVICE)
     before = before.flip(0) if kind == "reversed" else before
@@ -66,7 +69,7 @@ def test_each_row_is_multiplied_by_its_expert(dtype: torch.dtype, kind: str, sum
         return order.sum(Biases(bias).add(product, order, rows))
 
     exact = [tensor.detach().double().requires_grad_() for tensor in (x, shares, *each, *bias)]
-    expected = torch.zeros(TOKENS, OUTSIDE, device=DEVICE, dtype=torch.float64)
+    expected = torch.zeros(NUM_TOKENS, OUTSIDE, device=DEVICE, dtype=torch.float64)
     for slot in range(TOPK):
         matrices, of_row = torch.stack(exact[2 : 2 + EXPERTS])[ids[:, slot]], torch.stack(exact[2 + EXPERTS :])
         product = torch.einsum("ti,toi->to", torch.sin(exact[0]), matrices) + of_row[ids[:, slot]]
@@ -74,7 +77,7 @@ def test_each_row_is_multiplied_by_its_expert(dtype: torch.dtype, kind: str, sum
     assert_near(output(), expected, dtype, factor=3)
     with torch.no_grad():
         assert_near(output(), expected, dtype, factor=3)
-    grad = torch.randn(TOKENS, OUTSIDE, device=DEVICE).to(dtype)
+    grad = torch.randn(NUM_TOKENS, OUTSIDE, device=DEVICE).to(dtype)
     found = list(torch.autograd.grad(output(), [*given, *each, *bias], grad, allow_unused=True))
     wanted = list(torch.autograd.grad(expected, exact, grad.double()))
     if sums:
@@ -92,16 +95,16 @@ def scaled(x: Tensor, shares: Tensor) -> Tensor:
 @pytest.mark.parametrize("device_type", ["cpu", "strict"])
 def test_rows_may_be_gathered_again(device_type: str) -> None:
     device = load() if device_type == "strict" else torch.device("cpu")
-    x, stack = torch.randn(TOKENS, INSIDE), torch.randn(EXPERTS, OUTSIDE, INSIDE)
-    ids = torch.rand(TOKENS, EXPERTS).argsort(1)[:, :TOPK]
+    x, stack = torch.randn(NUM_TOKENS, INSIDE), torch.randn(EXPERTS, OUTSIDE, INSIDE)
+    ids = torch.rand(NUM_TOKENS, EXPERTS).argsort(1)[:, :TOPK]
     given = leaves([x.to(device), *stack.to(device)])
     order = Order(ids.to(device), EXPERTS)
     weights = ExpertWeights(given[1:])
     assert weights.needs_host == (device_type == "cpu")
-    found = order.sum(grouped_linear(weights, order, given[0], operand=OF_TOKENS))
+    found = order.sum(grouped_linear(weights, order, given[0], operand=TOKENS))
     again = order.sum(grouped_linear(weights, order, order.gather(given[0])))
     assert_near(found.cpu(), torch.einsum("ti,tkoi->to", x.double(), stack[ids].double()), x.dtype)
-    grad = torch.randn(TOKENS, OUTSIDE).to(device)
+    grad = torch.randn(NUM_TOKENS, OUTSIDE).to(device)
     with torch.autograd.set_multithreading_enabled(False):  # which the strict device does not have
         gradients = [torch.autograd.grad(each, given, grad) for each in (found, again)]
     for one, other in zip(*gradients, strict=True):
@@ -137,6 +140,18 @@ def test_rows_of_frozen_weights_are_not_kept() -> None:
         assert len(product.grad_fn.saved_tensors) == is_trained  # type: ignore[union-attr]
         (grad,) = torch.autograd.grad(product, x, torch.ones_like(product))
         assert_near(grad, torch.ones(4, 16).double() @ weights.each[0].double(), x.dtype)
+
+
+def test_memory_that_a_grouped_product_cannot_read() -> None:
+    """Its widths have to be multiples of 16 bytes, also that of the gradient's rows."""
+    for rows, columns in ((4, 16), (16, 4)):
+        memory = torch.randn(3, rows, columns, dtype=torch.bfloat16)
+        assert stacked(memory.unbind()) is None
+    assert stacked(torch.randn(3, 8, 16, dtype=torch.bfloat16).unbind()) is not None
+    unloaded = [torch.randn(16, 16) for _ in range(3)]
+    for weight in unloaded:
+        weight.untyped_storage().resize_(0)
+    assert stacked(unloaded) is None
 
 
 def test_weights_that_move_are_found_again() -> None:

@@ -295,7 +295,7 @@ class BiasedRowParallel(RowParallelLinear):
 
 
 class BiasedExpertOutput(BiasedRowParallel):
-    """Linear layer of an expert. All ranks that divide it have the gradient of its bias."""
+    """Weights of an expert's second layer. All ranks that divide it have the gradient of its bias."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

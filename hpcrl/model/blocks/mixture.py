@@ -1,4 +1,4 @@
-"""A mixture of experts. No torch; modules are in `router`."""
+"""A mixture of experts. No torch; modules are in `router` and `mixture_modules`."""
 
 from __future__ import annotations
 
@@ -275,11 +275,11 @@ class MixtureOfExperts(Block):
         return min(float(ep), most_of(ep, rows * ep) * preferred)
 
     def _exchanges(self, batch: MicroBatch) -> Iterator[Collective]:
-        """Yield the collectives of megatron's all-to-all dispatcher, of the rank with most tokens.
+        """Yield the collectives of `hpcrl.model.blocks.mixture_modules.Exchange`, of the rank with most tokens.
 
         Tokens go to the ranks of their experts, their probabilities in a message of their own, and back. Ranks that
-        divide each expert gather both, and scatter sums in fp32. Before the first pass all ranks gather the number of
-        tokens of each expert. An engine's ranks have all tokens and exchange none.
+        divide each expert gather both, and scatter sums in fp32. In the forward pass all ranks first gather the number
+        of tokens of each expert. An engine's ranks have all tokens and exchange none.
         """
         layout = batch.layout
         rows = batch.tokens * self.topk / layout.tp

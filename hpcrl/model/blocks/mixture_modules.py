@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from hpcrl.kernels.grouped_experts import (
-    OF_TOKENS,
+    TOKENS,
     Biases,
     ExpertWeights,
     Operand,
@@ -78,7 +78,7 @@ class GroupedExperts:
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         order = self.order(ids)
-        inner = self.biased(grouped_linear(self.fc1, order, x, operand=OF_TOKENS, multiply=self._multiply), order)
+        inner = self.biased(grouped_linear(self.fc1, order, x, operand=TOKENS, multiply=self._multiply), order)
         weights = order.of_rows(weights)
         scaled = Operand(function=self.scaled)
         outputs = grouped_linear(self.fc2, order, inner, weights, operand=scaled, multiply=self._multiply)
@@ -86,7 +86,12 @@ class GroupedExperts:
 
     @property
     def needs_host(self) -> bool:
-        return self._multiply is not None or self.fc1.needs_host or self.fc2.needs_host
+        is_apart = self.fc1.needs_host or self.fc2.needs_host or self.fc1.is_reversed != self.fc2.is_reversed
+        return self._multiply is not None or is_apart
+
+    @property
+    def is_current(self) -> bool:
+        return self.fc1.is_current and self.fc2.is_current
 
     def order(self, ids: Tensor) -> Order:
         return Order(ids, len(self.fc1.each), self.fc1.is_reversed)
@@ -120,6 +125,10 @@ class AdaptedExperts:
     def is_enabled(self) -> bool:
         return self._model.uses_adapters
 
+    @property
+    def is_current(self) -> bool:
+        return self._of_fc1.is_current and self._of_fc2.is_current
+
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         order = self._experts.order(ids)
         weights = order.of_rows(weights)
@@ -144,6 +153,10 @@ class _Updates:
                 adapters = [update.adapters[name] for update in updates]
                 factors = [adapter.lora_A for adapter in adapters], [adapter.lora_B for adapter in adapters]
                 self._factors[name] = tuple(ExpertWeights(each) for each in factors)
+
+    @property
+    def is_current(self) -> bool:
+        return all(factor.is_current for factors in self._factors.values() for factor in factors)
 
     def add(self, product: Tensor, x: Tensor, order: Order) -> Tensor:
         """Return `product` (R, m) plus the updates of the layer's input `x` (R, k)."""
@@ -257,7 +270,7 @@ class Mixture(MoELayer):
     ) -> None:
         super().__init__(config, submodules, layer_number, pg_collection, **options)
         assert pg_collection is not None
-        self.token_dispatcher = None
+        self.token_dispatcher = None  # megatron's constructor makes one
         self._block, self._etp, self._exact = block, pg_collection.expt_tp, exact
         self._exchange = Exchange(block.num_experts, pg_collection)
         # The first and the second layers of this rank's experts, whose forward passes are not used.
@@ -303,7 +316,7 @@ class Mixture(MoELayer):
                     hook(layer, ())
 
     def _experts(self) -> Experts:
-        if self._grouped is None or not (self._grouped.fc1.is_current and self._grouped.fc2.is_current):
+        if not all(found is not None and found.is_current for found in (self._grouped, self._adapted or self._grouped)):
             weights = [[layer.weight for layer in layers] for layers in self._layers]
             biases = [[layer.bias for layer in layers] for layers in self._layers] if self._block.has_bias else []
             options = {"adds_bias": self._etp.rank() == 0, "exact": self._exact}
@@ -312,6 +325,7 @@ class Mixture(MoELayer):
             self._adapted = AdaptedExperts(self._grouped, *updates) if any(updates) else None
         if self._adapted is not None and self._adapted.is_enabled:
             return self._adapted
+        assert self._grouped is not None
         return self._grouped
 
 

@@ -84,7 +84,7 @@ class ExactAttention(HostAttention):
 
 
 class ExactBlockAttention(HostAttention):
-    """The same in blocks."""
+    """Exact attention over a cache in blocks."""
 
     def __init__(self, new: NewTokens) -> None:
         assert isinstance(new.cache, KVCache) and new.cache.block_size == PAGE
@@ -188,7 +188,7 @@ class PagedAttention(CachedAttention):
 
 
 class ExactPagedAttention(PagedAttention):
-    """The same in exact mode: by the arithmetic of training, and the steps before it one by one, as there."""
+    """Exact attention of a decode step: by the arithmetic of training, and the steps before it one by one, as there."""
 
     takes_product = False
 
