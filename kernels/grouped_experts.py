@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.dispatch import FP8, use_triton
+from hpcrl.kernels.fp8_matrix import Fp8Matrix, fp8_linear, quantize_rows
 from hpcrl.kernels.fp32_product import add_product, sums_in_fp32
 from hpcrl.kernels.onednn import multiply_into
 
@@ -116,15 +117,18 @@ def _sum_rows(y: Tensor, order: Order) -> Tensor:
 
 
 class ExpertWeights:
-    """A matrix (m, k) of each expert.
+    """A matrix (m, k) of each expert; in rollout it may have 8 bits.
 
     A grouped product reads them without a copy where they are at equal distances in one memory: in a stack, and from
     the last expert to the first in megatron's buffers.
     """
 
-    def __init__(self, each: Sequence[Tensor]) -> None:
+    def __init__(self, each: Sequence[Any]) -> None:
         self.each = tuple(each)
-        self._stack = stacked([weight.detach() for weight in self.each])
+        self.is_fp8 = isinstance(self.each[0], Fp8Matrix)
+        self._stack = stacked([weight.numbers if self.is_fp8 else weight.detach() for weight in self.each])
+        found = stacked([weight.scales.flatten() for weight in self.each], alignment=1) if self.is_fp8 else None
+        self.scales = None if found is None else found[0]  # fp32 (E, m), as `stack`
 
     @property
     def is_reversed(self) -> bool:
@@ -135,15 +139,16 @@ class ExpertWeights:
     def is_current(self) -> bool:
         """Whether no weight has been moved to other memory."""
         first = self.each[-1 if self.is_reversed else 0]
-        return self._stack is None or self._stack[0].data_ptr() == first.data_ptr()
+        return self._stack is None or self.is_fp8 or self._stack[0].data_ptr() == first.data_ptr()
 
     @property
     def needs_host(self) -> bool:
         """Whether a host has to read how many rows each expert has."""
-        device = self.each[0].device
-        return device.type == "cpu" or self._stack is None or not _has_grouped_product(device, self.each[0].dtype)
+        first = self.each[0]
+        is_apart = first.device.type == "cpu" or self._stack is None
+        return is_apart or not _has_grouped_product(first.device, first.dtype, is_fp8=self.is_fp8)
 
-    def of(self, order: Order) -> Sequence[Tensor]:
+    def of(self, order: Order) -> Sequence[Any]:
         """Return the weights, in an order of experts."""
         return self.each[::-1] if order.is_reversed else self.each
 
@@ -164,9 +169,9 @@ class ExpertWeights:
         return None if found is None or found[1] != self.is_reversed else found[0]
 
 
-def stacked(weights: Sequence[Tensor]) -> tuple[Tensor, bool] | None:
+def stacked(weights: Sequence[Tensor], alignment: int = ALIGNMENT) -> tuple[Tensor, bool] | None:
     """Return a view of all weights by their places in memory, and whether these are in reverse order; None if they are
-    not at equal distances, or not aligned."""
+    not at equal distances, or these and their sizes are no multiples of `alignment` bytes."""
     first, size = weights[0], weights[0].element_size()
     if len({weight.untyped_storage()._cdata for weight in weights}) > 1:
         return None
@@ -175,7 +180,7 @@ def stacked(weights: Sequence[Tensor]) -> tuple[Tensor, bool] | None:
     if len(distances) > 1 or not all(weight.is_contiguous() for weight in weights):
         return None
     (distance,) = distances
-    if any(number * size % ALIGNMENT for number in (distance, *first.shape, min(places))):
+    if any(number * size % alignment for number in (distance, *first.shape, min(places))):
         return None
     return first.as_strided((len(weights), *first.shape), (abs(distance), *first.stride()), min(places)), distance < 0
 
@@ -277,7 +282,12 @@ def _product(
     operand: Operand, rows: Sequence[Tensor], weights: ExpertWeights, order: Order, multiply: Multiply | None
 ) -> Tensor:
     if multiply is None and (stack := _stack_for(rows[0], weights, order)) is not None:
-        return torch.nn.functional.grouped_mm(operand(rows), stack.transpose(1, 2), offs=order.ends)
+        a = operand(rows)
+        if weights.is_fp8:
+            return _fp8_product(a, stack, weights.scales, order.ends)  # type: ignore[arg-type]
+        return torch.nn.functional.grouped_mm(a, stack.transpose(1, 2), offs=order.ends)
+    if weights.is_fp8:
+        multiply = fp8_linear
     product = rows[0].new_empty(len(rows[0]), len(weights.each[0]))
     for weight, part, *of_rows in _by_expert(weights, order, product, *rows):
         if multiply is None:
@@ -285,6 +295,14 @@ def _product(
         else:
             part.copy_(multiply(operand(of_rows), weight))
     return product
+
+
+def _fp8_product(a: Tensor, stack: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+    """Return the product of 8-bit numbers, of `a` bf16 (R, k) too, with `stack` FP8 (E, m, k) as bf16 (R, m)."""
+    numbers, of_rows = quantize_rows(a)
+    return torch._scaled_grouped_mm(
+        numbers, stack.transpose(1, 2), of_rows.flatten(), scales, offs=ends, out_dtype=torch.bfloat16
+    )
 
 
 # Gradients of rows, or None; and of weights in the order of `weights.each`, or None for those that have been added to
@@ -377,7 +395,7 @@ def _stack_for(a: Tensor, weights: ExpertWeights, order: Order) -> Tensor | None
     its grouped product is no faster, and takes time for experts without rows."""
     if a.device.type == "cpu" or not len(a):
         return None
-    stack = weights.stack(order) if _has_grouped_product(a.device, a.dtype) else None
+    stack = weights.stack(order) if _has_grouped_product(a.device, a.dtype, is_fp8=weights.is_fp8) else None
     if stack is None:
         _warn_of_waits(a.device, a.dtype)
     return stack
@@ -394,7 +412,7 @@ def _warn_of_waits(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @functools.cache
-def _has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
+def _has_grouped_product(device: torch.device, dtype: torch.dtype, *, is_fp8: bool = False) -> bool:
     """Whether torch has a kernel: from 2.10 on, on GPUs of compute capability 9 and 10 for bf16. For others torch
     multiplies one group after the other, and the host waits."""
     if device.type == "cuda":
@@ -404,8 +422,11 @@ def _has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
     a, b = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(2, 16, 16, device=device, dtype=dtype)
     try:
         ends = torch.tensor([8, 16], dtype=torch.int32, device=device)
-        found = torch.nn.functional.grouped_mm(a, b, offs=ends)
-    except (AttributeError, TypeError, RuntimeError):
+        if is_fp8:
+            found = _fp8_product(a, b.to(FP8), torch.ones(2, 16, device=device), ends)
+        else:
+            found = torch.nn.functional.grouped_mm(a, b, offs=ends)
+    except (AttributeError, NotImplementedError, TypeError, RuntimeError):
         return False
     return bool((found == 16).all())
 

@@ -75,10 +75,9 @@ class Shard(NamedTuple):
         return self.is_matrix and math.prod(self.local_shape) >= FP8_ELEMENTS
 
 
-# Matrices of attention and of feed-forward layers, shared experts' too, whose products engines take by `linear` only.
-_QUANTIZED = re.compile(
-    r"decoder\.layers\.\d+\.(self_attention\.linear_(qkv|proj)|mlp\.(shared_experts\.)?linear_fc[12])\.weight"
-)
+# Matrices of attention, of feed-forward layers and of experts.
+_MLP = r"mlp\.(shared_experts\.|experts\.local_experts\.\d+\.)?linear_fc[12]"
+_QUANTIZED = re.compile(rf"decoder\.layers\.\d+\.(self_attention\.linear_(qkv|proj)|{_MLP})\.weight")
 
 
 def quantized_names(shape: ModelShape, quantization: str | None) -> frozenset[str]:

@@ -205,11 +205,13 @@ def test_a_prompt_that_cannot_be_is_refused(prompt: list[int], message: str) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_8_bits_are_those_of_weights_that_were_rounded_before(dtype: torch.dtype) -> None:
-    """Bit for bit; the head, the embeddings and the norms keep their dtype."""
+@pytest.mark.parametrize("num_experts", [0, 3])
+def test_8_bits_are_those_of_weights_that_were_rounded_before(dtype: torch.dtype, num_experts: int) -> None:
+    """Bit for bit; the head, the embeddings, the norms and routers keep their dtype."""
+    shape = replace(SHAPE, num_experts=num_experts, moe_topk=2, moe_ffn_hidden_size=24) if num_experts else SHAPE
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": MAX_LEN}
-    engine = NativeEngine(SHAPE, None, 0, 1, dtype, quantization="fp8", **sizes)
-    rounded = NativeEngine(SHAPE, None, 0, 1, dtype, **sizes)
+    engine = NativeEngine(shape, None, 0, 1, dtype, quantization="fp8", **sizes)
+    rounded = NativeEngine(shape, None, 0, 1, dtype, **sizes)
     draw_weights(rounded)
     for name, weight in rounded.weights().items():
         own = engine.weights()[name]
@@ -220,7 +222,7 @@ def test_8_bits_are_those_of_weights_that_were_rounded_before(dtype: torch.dtype
         else:
             own.copy_(weight)
     matrices = [weight for weight in engine.weights().values() if isinstance(weight, Fp8Matrix)]
-    assert len(matrices) == 4 * SHAPE.num_layers
+    assert len(matrices) == (2 + 2 * max(1, num_experts)) * SHAPE.num_layers
     requests = make_requests(6, samples=2, longest=LONGEST)
     found, expected = (each.generate(requests, SamplingParams(12), seed=0, step=1) for each in (engine, rounded))
     assert_same(found, expected)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.dispatch import FP8, use_triton
 from hpcrl.kernels.fp8_matrix import Fp8Matrix, fp8_linear
 from hpcrl.kernels.fp32_product import product
 from hpcrl.kernels.layers import apply_rope
@@ -110,13 +110,15 @@ def _zeros(
     stacks: dict[str, list[Shard]] = {}
     found: dict[str, Tensor | Fp8Matrix] = {}
     for shard in owned:
-        if shard.name in quantized:
-            found[shard.name] = Fp8Matrix.zeros(shard.local_shape, dtype, device)
-            continue
         stacks.setdefault(re.sub(r"local_experts\.\d+", "local_experts", shard.name), []).append(shard)
     for members in stacks.values():
-        stack = torch.zeros(len(members), *members[0].local_shape, dtype=dtype, device=device)
-        found |= {shard.name: weight for shard, weight in zip(members, stack, strict=True)}
+        size, is_fp8 = (len(members), *members[0].local_shape), members[0].name in quantized
+        stack = torch.zeros(size, dtype=FP8 if is_fp8 else dtype, device=device)
+        each = list(stack)
+        if is_fp8:
+            scales = torch.ones(*size[:2], 1, device=device)
+            each = [Fp8Matrix(*parts, dtype) for parts in zip(stack, scales, strict=True)]
+        found |= {shard.name: weight for shard, weight in zip(members, each, strict=True)}
     return {shard.name: found[shard.name] for shard in owned}
 
 
