@@ -47,7 +47,12 @@ class Fp8Matrix:
 
     @classmethod
     def zeros(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Fp8Matrix:
-        return cls(torch.zeros(*size, dtype=FP8, device=device), torch.ones(size[0], 1, device=device), dtype)
+        """size: of a matrix, or of a stack of them."""
+        return cls(torch.zeros(*size, dtype=FP8, device=device), torch.ones(*size[:-1], 1, device=device), dtype)
+
+    def unbind(self) -> list[Fp8Matrix]:
+        """Return views of the matrices of a stack."""
+        return [Fp8Matrix(*parts, self.dtype) for parts in zip(self.numbers, self.scales, strict=True)]
 
     @classmethod
     def of(cls, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Fp8Matrix:

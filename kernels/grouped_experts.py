@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -243,58 +243,129 @@ def grouped_linear(
     Gradients of weights are added to fp32 sums, where megatron's linear layers do so. multiply: computes the rows of
     each expert in the forward pass, one expert after the other.
     """
+    product = _GroupedProduct(operand, weights, order)
     if not torch.is_grad_enabled():
-        return _product(operand, operand.rows(inputs, order), weights, order, multiply)
-    return _GroupedLinear.apply(operand, weights, order, multiply, len(inputs), *inputs, *weights.each)
+        return product.forward(inputs, multiply)
+    return _GroupedLinear.apply(product, multiply, len(inputs), *inputs, *weights.each)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        operand: Operand,
-        weights: ExpertWeights,
-        order: Order,
-        multiply: Multiply | None,
-        count: int,
-        *tensors: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, product: _GroupedProduct, multiply: Multiply | None, count: int, *tensors: Any) -> Tensor:
         inputs = tensors[:count]
-        ctx.operand, ctx.weights, ctx.order, ctx.count = operand, weights, order, count
-        if operand.function is not None or any(ctx.needs_input_grad[5 + count :]):
+        ctx.product, ctx.count = product, count
+        if product.operand.function is not None or any(ctx.needs_input_grad[3 + count :]):
             ctx.save_for_backward(*inputs)
-        return _product(operand, operand.rows(inputs, order), weights, order, multiply)
+        return product.forward(inputs, multiply)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        operand, weights, order = ctx.operand, ctx.weights, ctx.order
-        needed, needs_weights = ctx.needs_input_grad[5 : 5 + ctx.count], any(ctx.needs_input_grad[5 + ctx.count :])
-        grad = grad.contiguous()  # the grouped product does not read expanded ones
-        rows = operand.rows(ctx.saved_tensors, order) if ctx.saved_tensors else ()
-        gradients = _gradients_by_expert if _stack_for(grad, weights, order) is None else _gradients
-        of_rows, of_weights = gradients(operand, rows, needed, grad, weights, order, needs_weights)
-        if operand.gathers:
-            of_rows = [None if part is None else _sum_rows(part, order) for part in of_rows]
-        return None, None, None, None, None, *of_rows, *of_weights
+        needed, needs_weights = ctx.needs_input_grad[3 : 3 + ctx.count], any(ctx.needs_input_grad[3 + ctx.count :])
+        gradients = ctx.product.backward(ctx.saved_tensors, needed, grad, needs_weights)
+        return None, None, None, *gradients.inputs, *gradients.weights
 
 
-def _product(
-    operand: Operand, rows: Sequence[Tensor], weights: ExpertWeights, order: Order, multiply: Multiply | None
-) -> Tensor:
-    if multiply is None and (stack := _stack_for(rows[0], weights, order)) is not None:
-        a = operand(rows)
+class Gradients(NamedTuple):
+    """Gradients of inputs, or None; and of weights in the order of `ExpertWeights.each`, or None for those that have
+    been added to an fp32 sum or are not needed."""
+
+    inputs: Sequence[Tensor | None]
+    weights: Sequence[Tensor | None]
+
+
+class _GroupedProduct(NamedTuple):
+    """The rows of `operand` times the matrices of their experts."""
+
+    operand: Operand
+    weights: ExpertWeights
+    order: Order
+
+    def forward(self, inputs: Sequence[Tensor], multiply: Multiply | None) -> Tensor:
+        """See `grouped_linear`."""
+        operand, weights, order = self
+        rows = operand.rows(inputs, order)
+        if multiply is None and (stack := _stack_for(rows[0], weights, order)) is not None:
+            a = operand(rows)
+            if weights.is_fp8:
+                return _fp8_product(a, stack, weights.scales, order.ends)  # type: ignore[arg-type]
+            return torch.nn.functional.grouped_mm(a, stack.transpose(1, 2), offs=order.ends)
         if weights.is_fp8:
-            return _fp8_product(a, stack, weights.scales, order.ends)  # type: ignore[arg-type]
-        return torch.nn.functional.grouped_mm(a, stack.transpose(1, 2), offs=order.ends)
-    if weights.is_fp8:
-        multiply = fp8_linear
-    product = rows[0].new_empty(len(rows[0]), len(weights.each[0]))
-    for weight, part, *of_rows in _by_expert(weights, order, product, *rows):
-        if multiply is None:
-            multiply_into(part, operand(of_rows), weight.t())
+            multiply = fp8_linear
+        product = rows[0].new_empty(len(rows[0]), len(weights.each[0]))
+        for weight, part, *of_rows in _parts_by_expert(weights, order, product, *rows):
+            if multiply is None:
+                multiply_into(part, operand(of_rows), weight.t())
+            else:
+                part.copy_(multiply(operand(of_rows), weight))
+        return product
+
+    def backward(
+        self, inputs: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, needs_weights: bool
+    ) -> Gradients:
+        """Return the gradients from that of the product. inputs: empty if they are not needed for them."""
+        grad = grad.contiguous()  # the grouped product does not read expanded ones
+        rows = self.operand.rows(inputs, self.order) if inputs else ()
+        stack = _stack_for(grad, self.weights, self.order)
+        adds_apart = needs_weights and self.weights.has_sums and self.weights.main_grads is None
+        if stack is None or adds_apart:
+            found = self._by_expert(rows, needed, grad, needs_weights)
         else:
-            part.copy_(multiply(operand(of_rows), weight))
-    return product
+            found = self._at_once(rows, needed, grad, needs_weights, stack)
+        if self.operand.gathers:
+            return found._replace(inputs=[None if it is None else _sum_rows(it, self.order) for it in found.inputs])
+        return found
+
+    def _at_once(
+        self, rows: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, needs_weights: bool, stack: Tensor
+    ) -> Gradients:
+        weights, order, grad_a = self.weights, self.order, None
+        if any(needed):
+            grad_a = torch.nn.functional.grouped_mm(grad, stack, offs=order.ends)
+        a, of_rows = self.operand.backward(rows, needed, grad_a)
+        del grad_a
+        if not needs_weights:
+            return Gradients(of_rows, [None] * len(weights.each))
+        assert a is not None
+        if not weights.has_sums:
+            found = torch.nn.functional.grouped_mm(grad.t(), a, offs=order.ends).unbind()
+            return Gradients(of_rows, found[::-1] if order.is_reversed else found)
+        sums = weights.main_grads
+        assert sums is not None
+        if use_triton("expert_gradients", a):
+            from hpcrl.kernels.grouped_experts_triton import add_expert_gradients
+
+            add_expert_gradients(sums, grad, a, order.ends)
+        else:
+            sums += torch.nn.functional.grouped_mm(grad.t(), a, offs=order.ends)
+        return Gradients(of_rows, [_added(weight) for weight in weights.each])
+
+    def _by_expert(
+        self, rows: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, needs_weights: bool
+    ) -> Gradients:
+        """One expert after the other, so that a CPU's cache holds what is computed of its rows."""
+        weights, order = self.weights, self.order
+        of_rows = [torch.empty_like(part) if need else None for part, need in zip(rows, needed, strict=False)]
+        if not rows:
+            of_rows = [grad.new_empty(len(grad), weights.each[0].size(1)) if needed[0] else None]
+        of_weights: dict[int, Tensor] = {}
+        wanted = [part for part in of_rows if part is not None]
+        for weight, part, *parts in _parts_by_expert(weights, order, grad, *wanted, *rows):
+            targets, of_expert = parts[: len(wanted)], parts[len(wanted) :]
+            a, found = self.operand.backward(of_expert, needed, part @ weight if wanted else None)
+            for target, values in zip(targets, (values for values in found if values is not None), strict=True):
+                target.copy_(values)
+            if needs_weights and weights.has_sums:
+                add_product(weight.main_grad, part.t(), a)  # type: ignore[attr-defined, arg-type]
+            elif needs_weights:
+                of_weights[id(weight)] = part.t() @ a  # type: ignore[operator]
+        if not needs_weights:
+            return Gradients(of_rows, [None] * len(weights.each))
+        if weights.has_sums:
+            return Gradients(of_rows, [_added(weight) for weight in weights.each])
+        return Gradients(
+            of_rows,
+            [of_weights[id(it)] if id(it) in of_weights else torch.zeros_like(it) for it in weights.each],
+        )
 
 
 def _fp8_product(a: Tensor, stack: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
@@ -305,79 +376,7 @@ def _fp8_product(a: Tensor, stack: Tensor, scales: Tensor, ends: Tensor) -> Tens
     )
 
 
-# Gradients of rows, or None; and of weights in the order of `weights.each`, or None for those that have been added to
-# an fp32 sum or are not needed.
-Gradients: TypeAlias = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
-
-
-def _gradients(
-    operand: Operand,
-    rows: Sequence[Tensor],
-    needed: Sequence[bool],
-    grad: Tensor,
-    weights: ExpertWeights,
-    order: Order,
-    needs_weights: bool,
-) -> Gradients:
-    grad_a, stack = None, weights.stack(order)
-    assert stack is not None
-    if any(needed):
-        grad_a = torch.nn.functional.grouped_mm(grad, stack, offs=order.ends)
-    a, of_rows = operand.backward(rows, needed, grad_a)
-    del grad_a
-    if not needs_weights:
-        return of_rows, [None] * len(weights.each)
-    assert a is not None
-    if not weights.has_sums:
-        found = torch.nn.functional.grouped_mm(grad.t(), a, offs=order.ends).unbind()
-        return of_rows, found[::-1] if order.is_reversed else found
-    if (sums := weights.main_grads) is None:
-        for weight, part, of_a in _by_expert(weights, order, grad, a):
-            add_product(weight.main_grad, part.t(), of_a)  # type: ignore[attr-defined]
-    elif use_triton("expert_gradients", a):
-        from hpcrl.kernels.grouped_experts_triton import add_expert_gradients
-
-        add_expert_gradients(sums, grad, a, order.ends)
-    else:
-        sums += torch.nn.functional.grouped_mm(grad.t(), a, offs=order.ends)
-    return of_rows, [_added(weight) for weight in weights.each]
-
-
-def _gradients_by_expert(
-    operand: Operand,
-    rows: Sequence[Tensor],
-    needed: Sequence[bool],
-    grad: Tensor,
-    weights: ExpertWeights,
-    order: Order,
-    needs_weights: bool,
-) -> Gradients:
-    """One expert after the other, so that a CPU's cache holds what is computed of its rows."""
-    first = weights.each[0]
-    of_rows = [torch.empty_like(part) if need else None for part, need in zip(rows, needed, strict=False)]
-    if not rows:
-        of_rows = [grad.new_empty(len(grad), first.size(1)) if needed[0] else None]
-    of_weights: dict[int, Tensor] = {}
-    wanted = [part for part in of_rows if part is not None]
-    for weight, part, *parts in _by_expert(weights, order, grad, *wanted, *rows):
-        targets, of_expert = parts[: len(wanted)], parts[len(wanted) :]
-        a, found = operand.backward(of_expert, needed, part @ weight if wanted else None)
-        for target, values in zip(targets, (values for values in found if values is not None), strict=True):
-            target.copy_(values)
-        if needs_weights and weights.has_sums:
-            add_product(weight.main_grad, part.t(), a)  # type: ignore[attr-defined, arg-type]
-        elif needs_weights:
-            of_weights[id(weight)] = part.t() @ a  # type: ignore[operator]
-    if not needs_weights:
-        return of_rows, [None] * len(weights.each)
-    if weights.has_sums:
-        return of_rows, [_added(weight) for weight in weights.each]
-    return of_rows, [
-        of_weights[id(weight)] if id(weight) in of_weights else torch.zeros_like(weight) for weight in weights.each
-    ]
-
-
-def _by_expert(weights: ExpertWeights, order: Order, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _parts_by_expert(weights: ExpertWeights, order: Order, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the weight of each expert that has rows, and its rows of each tensor."""
     parts = zip(weights.of(order), *(tensor.split(order.counts) for tensor in tensors), strict=True)
     return (part for part, count in zip(parts, order.counts, strict=True) if count)

@@ -525,7 +525,7 @@ class RolloutConfig(EngineConfig, OpenSection):
     engine: str = Field("native", description="generation engine: native, tensorrt_llm, vllm, or a plugin's")
     dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype of the engine; null: model.dtype")
     quantization: Literal["fp8"] | None = Field(
-        None, description="fp8: the engine's matrices of attention and feed-forward layers in 8 bits (native engine)"
+        None, description="fp8: the engine's matrices of attention, feed-forward layers and experts in 8 bits (native)"
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto", description="fp8: keys and values in 8 bits, without scales (native engine); auto: rollout.dtype"

@@ -35,12 +35,10 @@ def route(
     logits, which is the same), times the model's factor. replayed: int16 (n, topk), the experts to use, or
     `NOT_RECORDED`.
     """
-    scores, is_plain = logits.float(), bias is None and block.num_groups == 1
-    is_softmax = block.score_function == "softmax"
-    of_chosen = is_plain and is_softmax and block.norm_topk_prob  # then the softmax is that of the chosen logits
-    if not of_chosen:
-        scores = scores.softmax(-1) if is_softmax else scores.sigmoid()
-    if is_plain and replayed is None:
+    scores, by_scores_only = logits.float(), bias is None and block.num_groups == 1
+    if not block.is_plain:
+        scores = scores.softmax(-1) if block.score_function == "softmax" else scores.sigmoid()
+    if by_scores_only and replayed is None:
         weights, ids = scores.topk(block.topk, dim=-1)  # unlike gather it does not keep all scores
     else:
         ids = choose(scores if bias is None else scores + bias, block)
@@ -48,7 +46,7 @@ def route(
             ids = torch.where(replayed < 0, ids, replayed.to(ids.dtype))
         weights = scores.gather(-1, ids)
     if block.norm_topk_prob:
-        weights = weights.softmax(-1) if of_chosen else weights / weights.sum(-1, keepdim=True)
+        weights = weights.softmax(-1) if block.is_plain else weights / weights.sum(-1, keepdim=True)
     return weights if block.routed_scale == 1.0 else weights * block.routed_scale, ids
 
 

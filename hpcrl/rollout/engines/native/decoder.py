@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from hpcrl.kernels.dispatch import FP8, use_triton
+from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.fp8_matrix import Fp8Matrix, fp8_linear
 from hpcrl.kernels.fp32_product import product
 from hpcrl.kernels.layers import apply_rope
@@ -106,18 +106,18 @@ class TokenFeatures(NamedTuple):
 def _zeros(
     owned: Sequence[Shard], quantized: Collection[str], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """Return zeros for each shard by name; those of a layer's experts are in one tensor, for `Experts`."""
+    """Return zeros for each shard by name; those of a layer's experts are in one tensor, for `ExpertWeights`."""
     stacks: dict[str, list[Shard]] = {}
     found: dict[str, Tensor | Fp8Matrix] = {}
     for shard in owned:
         stacks.setdefault(re.sub(r"local_experts\.\d+", "local_experts", shard.name), []).append(shard)
     for members in stacks.values():
         size, is_fp8 = (len(members), *members[0].local_shape), members[0].name in quantized
-        stack = torch.zeros(size, dtype=FP8 if is_fp8 else dtype, device=device)
-        each = list(stack)
+        each: list[Tensor | Fp8Matrix]
         if is_fp8:
-            scales = torch.ones(*size[:2], 1, device=device)
-            each = [Fp8Matrix(*parts, dtype) for parts in zip(stack, scales, strict=True)]
+            each = [*Fp8Matrix.zeros(size, dtype, device).unbind()]
+        else:
+            each = [*torch.zeros(size, dtype=dtype, device=device).unbind()]
         found |= {shard.name: weight for shard, weight in zip(members, each, strict=True)}
     return {shard.name: found[shard.name] for shard in owned}
 
