@@ -69,6 +69,20 @@ class _Padded(torch.autograd.Function):
         return grad.index_select(0, slots), None, None
 
 
+def decays(logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the factors of a state that decays by exp(`logs`) at each token, (chunks, w, n) -> from token j to token i
+    of a chunk (chunks, n, w of i, w of j), 0 for j > i; from each token to the end of its chunk (chunks, w, n); and
+    from the start of the chunk to each token.
+
+    Sums are fp64: after a strong decay, the difference of two fp32 sums would have the rounding error of the larger.
+    """
+    sums, dtype = logs.double().cumsum(1), logs.dtype
+    of_head = sums.transpose(1, 2)
+    later = torch.ones(logs.size(1), logs.size(1), dtype=torch.bool, device=logs.device).triu(1)
+    between = (of_head.unsqueeze(3) - of_head.unsqueeze(2)).to(dtype).masked_fill(later, -torch.inf).exp()
+    return between, (sums[:, -1:] - sums).to(dtype).exp(), sums.to(dtype).exp()
+
+
 def inside(x: Tensor) -> torch.dtype:
     """Return the dtype of what is computed from `x`: at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hpcrl.kernels.budget import DELTA_CHUNK
-from hpcrl.kernels.chunks import Chunks, by_chunk, chunks_of, inside
+from hpcrl.kernels.chunks import Chunks, by_chunk, chunks_of, decays, inside
 from hpcrl.kernels.dispatch import library, use_library
 
 FLA = "fla.ops.gated_delta_rule"
@@ -109,14 +109,11 @@ def _in_chunks(
     queries = by_chunk(_unit(query) * query.size(-1) ** -0.5, chunks)
     keys, values = by_chunk(_unit(key), chunks), by_chunk(value.to(dtype), chunks)
     decay, betas = (by_chunk(part.unsqueeze(-1), chunks) for part in (log_decay, beta))
-    sums = decay.cumsum(1)
-    later = torch.ones(chunks.width, chunks.width, dtype=torch.bool, device=value.device).triu(1)
-    ratios = (sums - sums.transpose(1, 2)).masked_fill(later, -torch.inf).exp()
+    ratios, to_end, from_start = decays(decay)
+    ratios = ratios.squeeze(1)
     inverse = _Inverse.apply(_repeated(keys @ keys.transpose(1, 2), times, heads) * ratios * betas)
     attended = _repeated(queries @ keys.transpose(1, 2), times, heads) * ratios
     queries, keys = _repeated(queries, times, heads), _repeated(keys, times, heads)
-    to_end = (sums[:, -1:] - sums).exp()
-    from_start = sums.exp()
     updates, starts, last = _Scan.apply(
         inverse,
         keys,

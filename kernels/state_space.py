@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hpcrl.kernels.budget import CHUNK
-from hpcrl.kernels.chunks import Chunks, by_chunk, chunks_of, inside
+from hpcrl.kernels.chunks import Chunks, by_chunk, chunks_of, decays, inside
 from hpcrl.kernels.dispatch import library, use_library
 
 SCAN, STEP = (f"mamba_ssm.ops.triton.{name}" for name in ("ssd_combined", "selective_state_update"))
@@ -128,23 +128,20 @@ def _in_chunks(
     x32 = x.to(dtype)
     inputs = by_chunk((x32 * dt.unsqueeze(2)).reshape(len(x), groups, -1), chunks).unflatten(2, (each, width))
     keys, queries = (by_chunk(part.to(dtype), chunks) for part in (b, c))
-    sums = by_chunk((dt * rate).unflatten(1, (groups, each)), chunks).cumsum(1)
-    of_head = sums.transpose(1, 2)
-    later = torch.ones(chunks.width, chunks.width, dtype=torch.bool, device=x.device).triu(1)
-    ratios = (of_head.unsqueeze(3) - of_head.unsqueeze(2)).masked_fill(later, -torch.inf).exp()
+    ratios, to_end, from_start = decays(by_chunk((dt * rate).unflatten(1, (groups, each)), chunks))
     attended = (queries @ keys.transpose(1, 2)).unsqueeze(1) * ratios
     outputs = (attended @ inputs.transpose(1, 2)).transpose(1, 2)
-    ends = (inputs * (sums[:, -1:] - sums).exp().unsqueeze(3)).flatten(2)
+    ends = (inputs * to_end.unsqueeze(3)).flatten(2)
     if state is None:
         state = x.new_zeros(len(chunks.order), heads, width, b.size(2), dtype=dtype)
     starts, last = _Scan.apply(
         (ends.transpose(1, 2) @ keys).unflatten(1, (each, width)),
-        sums[:, -1, :, None, None].exp(),
+        from_start[:, -1, :, None, None],
         state.index_select(0, chunks.order).view(-1, each, width, b.size(2)),
         [count * groups for count in chunks.steps],
     )
     of_states = (queries @ starts.flatten(1, 2).transpose(1, 2)).unflatten(2, (each, width))
-    outputs = outputs + of_states * sums.exp().unsqueeze(3)
+    outputs = outputs + of_states * from_start.unsqueeze(3)
     outputs = outputs.unflatten(0, (-1, groups)).transpose(1, 2).flatten(0, 1).index_select(0, chunks.slots)
     outputs = outputs.flatten(1, 2) + x32 * skip.unsqueeze(1)
     return outputs.to(x.dtype), last.view(-1, heads, width, b.size(2)).index_select(0, chunks.place)
