@@ -28,6 +28,7 @@ from hpcrl.config.roles import (
 )
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import make_sampler
+from hpcrl.model.params import has_fp8_products
 from hpcrl.run.job import TrainingJob
 from hpcrl.run.job_config import in_section
 from hpcrl.run.performance import mfu_metrics, peak_of
@@ -204,7 +205,7 @@ class Train(TrainingJob):
         )
         self.rollouts = run.rollouts = make_rollout_source(run, self.derived, self.sampler, self.inputs.tokenizer)
         self.kl_controller = KLController(config.algorithm.kl_ctrl)
-        fp8 = config.model.transformer_engine.fp8 is not None
+        fp8 = has_fp8_products(self.inputs.shape, config.model.transformer_engine.fp8, self.derived.roles["actor"].tp)
         self.peak_flops = peak_of(run.device_name, fp8=fp8) if run.device_name else None
         if config.job.machine is not None and self.is_predicted:
             from hpcrl.run.predicted import PredictedSteps

@@ -170,6 +170,11 @@ def check_fp8(shape: ModelShape, fp8: str | None) -> None:
         raise InputError(f"model.transformer_engine.fp8={fp8} with {block} is not supported; set fp8 to null")
 
 
+def has_fp8_products(shape: ModelShape, fp8: str | None, tp: int) -> bool:
+    """Whether a weight is large enough for 8-bit products. fp8: as above."""
+    return fp8 is not None and any(shard.is_large for shard in shards(shape, engine_layout(shape, tp)))
+
+
 def _check_experts(shape: ModelShape, ep_size: int, etp_size: int, role: str) -> None:
     if shape.routed is None:
         if max(ep_size, etp_size) > 1:

@@ -257,7 +257,7 @@ PEAKS = {
 
 
 def peak_of(device_name: str, *, fp8: bool = False) -> float | None:
-    """Return the bf16 operations per second of a device by torch's name; None if unknown. fp8: whether large products
-    are 8-bit; then those of fp8, although small products, attention and the head are not."""
+    """Return the bf16 operations per second of a device by torch's name; None if unknown. fp8: whether there are 8-bit
+    products; then those of fp8, although small products, attention and the head are not."""
     words = device_name.replace("-", " ").split()
     return next((peaks[fp8] for name, peaks in PEAKS.items() if name in words), None)

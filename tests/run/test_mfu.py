@@ -5,6 +5,7 @@ import pytest
 
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
+from hpcrl.model.params import has_fp8_products
 from hpcrl.model.shape import ModelShape, forward_flops
 from hpcrl.model.vision import Vision
 from hpcrl.run.performance import mfu_metrics, peak_of
@@ -19,6 +20,13 @@ def test_peak_of_a_device_by_its_name():
     assert peak_of("AMD Instinct MI300X") is None
     assert peak_of("NVIDIA H200", fp8=True) == 1979e12
     assert peak_of("NVIDIA A100-SXM4-80GB", fp8=True) is None
+
+
+def test_the_peak_is_of_fp8_only_if_a_weight_has_8_bit_products():
+    large = ModelShape(2, 4096, 7168, 32, 8, 128, 512)
+    assert has_fp8_products(large, "e4m3", tp=4)
+    assert not has_fp8_products(large, "e4m3", tp=8)  # fc1, the largest, has 7.3 M elements on a rank
+    assert not has_fp8_products(large, None, tp=1)
 
 
 def test_a_device_at_its_peak_has_an_mfu_of_1():

@@ -58,11 +58,13 @@ def rate_of(rates: Mapping[Dtype, Rate], dtype: Dtype) -> Rate:
 
 
 class Units(NamedTuple):
-    """A device at one dtype. flops, half_rows: of products; attended: operations per second of attention. replays:
-    whether operators are launched by a CUDA graph; is_ahead: by a host, while the device still computes earlier ones.
+    """A device at one dtype. weight_itemsize: bytes that a product moves for each number of a weight. flops, half_rows:
+    of products; attended: operations per second of attention. replays: whether operators are launched by a CUDA graph;
+    is_ahead: by a host, while the device still computes earlier ones.
     """
 
     itemsize: int
+    weight_itemsize: int
     flops: float
     half_rows: float
     attended: Rate
@@ -78,7 +80,15 @@ class Units(NamedTuple):
         replays = replays and device.replay > 0
         launch, is_ahead = device.replay if replays else device.launch, device.kind == "gpu" and not replays
         rates = product.flops, product.half_rows, attended, device.memory_bandwidth
-        return cls(itemsize, *rates, launch, replays, is_ahead)
+        return cls(itemsize, itemsize, *rates, launch, replays, is_ahead)
+
+    def with_8_bit_weights(self, device: Device) -> Units:
+        """Return the device for products of weights in 8 bits. One without 8-bit products dequantises each weight to
+        memory before its product."""
+        if "float8" not in device.matmul:
+            return self._replace(weight_itemsize=1 + 2 * self.itemsize)
+        rate = device.matmul["float8"]
+        return self._replace(weight_itemsize=1, flops=rate.flops, half_rows=rate.half_rows)
 
     def product(self, rows: float, inner: float, outer: float, *, groups: float = 1.0) -> Cost:
         """(rows, inner) times (inner, outer), `rows` divided over so many groups, each with a matrix of its own.
@@ -88,7 +98,8 @@ class Units(NamedTuple):
         operations is 2 inner outer (r + half_rows) / flops per group. What memory takes longer counts as memory.
         """
         computing = 2.0 * inner * outer * (rows + groups * self.half_rows) / self.flops
-        moving = (rows * (inner + outer) + groups * inner * outer) * self.itemsize / self.bandwidth
+        nbytes = rows * (inner + outer) * self.itemsize + groups * inner * outer * self.weight_itemsize
+        moving = nbytes / self.bandwidth
         return Cost(products=computing, memory=max(0.0, moving - computing), launches=self.launch)
 
     def attention(self, pairs: float, rows: float, width: float) -> Cost:

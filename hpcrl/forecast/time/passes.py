@@ -160,7 +160,8 @@ class Micro(NamedTuple):
 class PassModel:
     """A role's model as its passes see it.
 
-    `units` is the device, `large_units` the device for products of large weights in layers, which may be 8-bit.
+    `units` is the device, `large_units` the device for products of large weights in layers, which may be 8-bit: those
+    with `large_elements` on a rank.
     `sequence_parallel`, `lora` and `load_imbalance` are those of `MicroBatch`, `row_multiple` that of `RoleModel`.
     `recomputes_head` says whether the backward pass computes logits again. `operators` are those of a pass without
     gradients.
@@ -180,6 +181,7 @@ class PassModel:
     operators: Operators = FORWARD
     load_imbalance: float = 1.0
     row_multiple: int = ROW_MULTIPLE
+    large_elements: int = FP8_ELEMENTS
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -354,7 +356,7 @@ class LayerCost:
         for it in block.products:
             rows, most = it.rows * it.uneven, NOTHING
             for matrix in it.matrices:
-                is_large = math.prod(matrix) >= FP8_ELEMENTS
+                is_large = math.prod(matrix) >= self.model.large_elements
                 most = most + (large if is_large else units).product(rows, *matrix, groups=it.groups)
             if it.uneven > 1.0:
                 waiting = Cost(waiting=(it.uneven - 1.0) / it.uneven * most.seconds)

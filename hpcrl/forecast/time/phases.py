@@ -175,10 +175,14 @@ class JobTimes:
 
     def _engine_of(self, memory: EngineMemory) -> samples.Engine:
         replays = not memory.cfg.enforce_eager
-        units = Units.of(self.machine.device, DTYPES[memory.itemsize], memory.itemsize, replays=replays)
-        fixed, operators = (units, units, self.network, self.ranks_per_node), GRAPH if units.replays else ENGINE
-        model = PassModel(memory.shape, memory.layout, "lm", *fixed, sequence_parallel=False, operators=operators)
-        return samples.Engine(model, memory.cfg.max_num_batched_tokens)
+        device = self.machine.device
+        units = Units.of(device, DTYPES[memory.itemsize], memory.itemsize, replays=replays)
+        of_layers = units if memory.quantization is None else units.with_8_bit_weights(device)
+        fixed, operators = (units, of_layers, self.network, self.ranks_per_node), GRAPH if units.replays else ENGINE
+        model = PassModel(
+            *(memory.shape, memory.layout, "lm", *fixed), sequence_parallel=False, operators=operators, large_elements=0
+        )
+        return samples.Engine(model, memory.cfg.max_num_batched_tokens, memory.cache.itemsize)
 
     @cached_property
     def work(self) -> samples.Work:
@@ -229,7 +233,7 @@ class JobTimes:
         """Sequences that run at once: at most as the engine allows, and as the KV cache holds at their mean length."""
         model = self.engine.model
         cached = sum(count * it.cached_width for it, count in samples.computations_of(model))
-        each = self.lengths.mean * cached * model.units.itemsize
+        each = self.lengths.mean * cached * self.engine.cache_itemsize
         return max(1, min(self.job.config.rollout.max_num_seqs, int(self._kv_cache() / each)))
 
     def _kv_cache(self) -> float:
@@ -251,8 +255,9 @@ class JobTimes:
 
     @cached_property
     def engine_bytes(self) -> float:
-        """Of the whole model in the engine's dtype."""
-        return float(whole_numbers(self.job.engine.shape) * self.job.engine.itemsize)
+        """Of the whole model as the engine has it."""
+        engine = self.job.engine
+        return float(whole_numbers(engine.shape) * engine.itemsize - engine.saved * engine.layout.tp)
 
     # the rest
 

@@ -283,10 +283,12 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """A generation engine. A prefill call has at most `most_tokens` tokens."""
+    """A generation engine. A prefill call has at most `most_tokens` tokens. cache_itemsize: bytes of a number in the KV
+    cache."""
 
     model: PassModel
     most_tokens: int
+    cache_itemsize: int
 
     def steadily(self, work: Work, lengths: Lengths, running: float) -> Cost:
         """Return the cost in an engine that never stops. New sequences take the places of those that end, so that
@@ -325,7 +327,7 @@ class Engine:
         bytes and that of its operations."""
         units, seconds = self.model.units, 0.0
         for it, count in computations_of(self.model):
-            moving = it.cached_width * units.itemsize / units.bandwidth
+            moving = it.cached_width * self.cache_itemsize / units.bandwidth
             computing = 2.0 * it.decode_width / units.attended.flops
             read = lengths.cached if it.sees is None else min(lengths.cached, it.sees * lengths.response)
             seconds += sequences * read * count * max(moving, computing)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hpcrl.forecast.time.lengths import Lengths
+from hpcrl.forecast.time.passes import Micro
 from hpcrl.forecast.time.samples import (
     GROUPS,
     Engine,
@@ -29,6 +30,8 @@ from hpcrl.forecast.time.samples import (
 from tests.forecast.memory.shapes import SHAPE
 from tests.forecast.time.machines import cpu, gpu
 from tests.forecast.time.test_passes import model
+
+BF16 = 2  # bytes
 
 
 def test_packing() -> None:
@@ -99,7 +102,7 @@ def test_slots_are_taken_as_step_by_step(slots: int) -> None:
 @pytest.mark.parametrize("machine", [gpu(), cpu()], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("slots", [5, 64])
 def test_decode_is_the_sum_over_its_steps(machine: object, slots: int) -> None:
-    engine = Engine(model(machine=machine, sequence_parallel=False), 4096)
+    engine = Engine(model(machine=machine, sequence_parallel=False), 4096, BF16)
     responses = random.Random(slots).choices(range(1, 200), k=64)
     expected = sum(engine.step(running).seconds for running in running_by_step(responses, slots))
     assert engine.decode(grouped(occupied(responses, slots))).seconds == pytest.approx(expected, rel=0.01)
@@ -129,7 +132,7 @@ def test_decode_ends_with_the_longest_of_all_engines() -> None:
 
 def test_the_kv_cache_is_read_token_by_token() -> None:
     machine = gpu(device__attention={"bfloat16": {"flops": 1e30}})
-    engine = Engine(model(machine=machine), 4096)
+    engine = Engine(model(machine=machine), 4096, BF16)
     prompt, response = 40, 56
     tokens = sum(prompt + drawn for drawn in range(1, response + 1))
     nbytes = 2 * 2 * SHAPE.num_query_groups * SHAPE.head_dim * SHAPE.num_layers
@@ -137,13 +140,29 @@ def test_the_kv_cache_is_read_token_by_token() -> None:
 
 
 def test_a_prompt_of_a_group_is_prefilled_once() -> None:
-    engine, lengths = Engine(model(machine=gpu()), 256), Lengths.fixed(64, 1)
+    engine, lengths = Engine(model(machine=gpu()), 256, BF16), Lengths.fixed(64, 1)
     each, shared = (engine.prefill(prompts, lengths).seconds for prompts in (64, 16))
     assert each == pytest.approx(4 * shared)
     assert generation_cost(engine, Work(0, 0, 8, 8), lengths).seconds == 0.0
 
 
 def test_an_engine_that_never_stops_has_no_tail() -> None:
-    engine, lengths = Engine(model(machine=gpu()), 4096), Lengths.log_normal(10, 100, 1.0, 4000)
+    engine, lengths = Engine(model(machine=gpu()), 4096, BF16), Lengths.log_normal(10, 100, 1.0, 4000)
     work = Work(64, 64, 64, 64)
     assert engine.steadily(work, lengths, 64).seconds < 0.5 * generation_cost(engine, work, lengths).seconds
+
+
+def test_weights_and_a_cache_in_8_bits_are_half_as_many_bytes() -> None:
+    """On a device that computes as fast as it likes; one without 8-bit products writes and reads 16 bits in between."""
+    fast = {"flops": 1e30}
+    machine = gpu(device__matmul={"bfloat16": fast, "float8": fast}, device__attention={"bfloat16": fast})
+    plain = model(machine=machine)
+    for device, share in ((machine.device, 0.5), (gpu(device__matmul={"bfloat16": fast}).device, 2.5)):
+        layers = plain.units.with_8_bit_weights(device)
+        found = replace(plain, large_units=layers, large_elements=0)
+        (before,), (after,) = (it.forward(Micro(1.0, 0.0, 1.0, 0.0)) for it in (plain, found))
+        matrices = SHAPE.num_layers * 96 * (256 + 128 + 3 * 208)  # qkv, proj, and the MLP's
+        assert after.memory - before.memory == pytest.approx((share - 1) * BF16 * matrices / 3e12, rel=1e-6)
+    lengths = Lengths.fixed(40, 56)
+    half, whole = (Engine(plain, 4096, itemsize).cached(3, lengths).seconds for itemsize in (1, BF16))
+    assert half == pytest.approx(whole / 2)
