@@ -40,7 +40,8 @@ class Ceilings(NamedTuple):
 
     def units(self) -> Units:
         rate = Rate(flops=self.flops)
-        return Units(DTYPE.itemsize, self.flops, 0.0, rate, self.read, 0.0, replays=True, is_ahead=False)
+        sizes = DTYPE.itemsize, DTYPE.itemsize
+        return Units(*sizes, self.flops, 0.0, rate, self.read, 0.0, replays=True, is_ahead=False)
 
     def __str__(self) -> str:
         copy, read, flops = self.copy / 1e9, self.read / 1e9, self.flops / 1e12
