@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from hpcrl.rewards.manager import RewardManager as RewardManager
     from hpcrl.rewards.manager import register_reward_manager as register_reward_manager
     from hpcrl.rollout.engines.engine import Engine as Engine
+    from hpcrl.rollout.environments.environment import Environment as Environment
+    from hpcrl.rollout.environments.environment import Step as Step
+    from hpcrl.rollout.environments.environment import Turn as Turn
+    from hpcrl.rollout.environments.tools import tool as tool
     from hpcrl.rollout.keyed_sampler import Drawn as Drawn
     from hpcrl.rollout.keyed_sampler import KeyedSampler as KeyedSampler
     from hpcrl.rollout.protocol import Completion as Completion
@@ -82,6 +86,9 @@ _MODULES = {
     "hpcrl.model.hf_files": ("hf_shards",),
     "hpcrl.model.families.config_json": ("hf_config",),
     "hpcrl.runtime.exits": ("InputError",),
+    # environments
+    "hpcrl.rollout.environments.environment": ("Environment", "Step", "Turn"),
+    "hpcrl.rollout.environments.tools": ("tool",),
     # algorithms; `param` declares a parameter of theirs
     "hpcrl.algorithms.parameters": ("param",),
     "hpcrl.algorithms.optimizers.optimizer": ("register_optimizer", "Optimizer"),

@@ -22,6 +22,7 @@ KEYS = (
     "data.sampler.class_path",
     "rollout.multi_turn.function_tool_path",
     "rollout.multi_turn.interaction_path",
+    "rollout.multi_turn.environment.path",
     "rollout.trtllm.model_dir",
     *(f"{role}.{key}" for role in MODELS for key in ("init_from", "model.path", "model.tokenizer")),
     "reward.judge.template_path",

@@ -282,10 +282,20 @@ def _check_router_replay(config: Config, engine: EngineSpec) -> None:
 
 def _check_multi_turn(config: Config) -> None:
     multi_turn = config.rollout.multi_turn
-    if multi_turn.function_tool_path is None and multi_turn.interaction_path is None:
+    named = [
+        f"rollout.multi_turn.{key}"
+        for key in ("function_tool_path", "interaction_path")
+        if getattr(multi_turn, key) is not None
+    ]
+    if multi_turn.environment.path is None and not named:
         raise ConfigError(
-            "rollout.multi_turn.enable=true without tools and without a user; name a file of tools "
-            "(rollout.multi_turn.function_tool_path) or of a user (rollout.multi_turn.interaction_path)"
+            "rollout.multi_turn.enable=true without tools, a user or an environment; name a file of tools "
+            "(rollout.multi_turn.function_tool_path), of a user (rollout.multi_turn.interaction_path) or of an "
+            "environment (rollout.multi_turn.environment.path)"
+        )
+    if multi_turn.environment.path is not None and named:
+        raise ConfigError(
+            f"rollout.multi_turn.environment.path and {named[0]}: an environment has tools of its own; leave one out"
         )
     if config.rollout.ignore_eos:
         raise ConfigError("rollout.ignore_eos=true never ends a turn, and rollout.multi_turn.enable waits for ends")

@@ -461,6 +461,26 @@ class ValKwargs(Section):
     top_p: PositiveFraction = Field(1.0, description="nucleus probability mass")
 
 
+class EnvironmentConfig(Section):
+    """What an agent acts in: an object of a class of your own for each trajectory, in a process of its own."""
+
+    path: PathStr | None = Field(None, description="Python file of an environment (hpcrl.api.Environment); null: none")
+    name: str = Field("Environment", description="class in that file")
+    kwargs: dict[str, str | int | float | bool] = Field({}, description="arguments of the class")
+    timeout: PositiveFloat = Field(
+        60.0, description="seconds for a reset or a step; then the sample ends and does not count"
+    )
+    memory_limit_mb: PositiveInt = Field(4096, description="memory of one environment's processes")
+    max_processes: PositiveInt = Field(64, description="processes of one environment")
+    max_file_mb: PositiveInt = Field(1024, description="size of each file that an environment writes")
+    max_open: PositiveInt | None = Field(
+        None, description="environments at the same time per rollout leader; null: rollout.max_num_seqs"
+    )
+    num_workers: PositiveInt | None = Field(
+        None, description="of these, how many run a step at the same time; null: as many as the leader has CPUs"
+    )
+
+
 class MultiTurnConfig(Section):
     """Tools and users that answer the model inside a response."""
 
@@ -478,12 +498,13 @@ class MultiTurnConfig(Section):
     )
     tool_timeout: PositiveFloat = Field(10.0, description="seconds for one tool call; then its answer says so")
     num_tool_workers: PositiveInt = Field(1, description="processes per rollout leader that run tools")
-    max_tool_response_length: PositiveInt = Field(256, description="tokens of one tool's answer at most")
+    max_tool_response_length: PositiveInt = Field(1024, description="tokens of one tool's answer at most")
     tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
         "middle", description="which side of an answer that is too long is kept; middle: both ends"
     )
     interaction_path: PathStr | None = Field(None, description="Python file of a user simulator; null: no user answers")
     interaction_name: str = Field("Interaction", description="class in that file")
+    environment: EnvironmentConfig = subsection(EnvironmentConfig, "an environment, in place of tools and users")
 
 
 class CheckpointEngineConfig(Section):
@@ -768,11 +789,6 @@ class RewardConfig(OpenSection, Scoring):
     custom_reward_function: CustomRewardConfig = subsection(CustomRewardConfig, "reward function of your own")
 
     @property
-    def uses_rules(self) -> bool:
-        """Whether the score uses rules or a custom function."""
-        return self.rule_weight != 0
-
-    @property
     def rule_weight(self) -> float:
         """Weight of the rule's score, beside a reward model and a judge."""
         return math.prod(model.rule_weight for model in (self.reward_model, self.judge) if model.enable)
@@ -1021,6 +1037,13 @@ class Config(Section):
     def engine(self) -> EngineSpec:
         """The rollout engine. Raises UnknownName."""
         return engine_spec(self)
+
+    @property
+    def uses_rules(self) -> bool:
+        """Whether the score uses rules or a custom function. An environment takes the place of the rules."""
+        multi_turn, custom = self.rollout.multi_turn, self.reward.custom_reward_function.path is not None
+        acts = multi_turn.enable and multi_turn.environment.path is not None
+        return self.reward.rule_weight != 0 and (custom or not acts)
 
     @property
     def dtypes(self) -> set[str]:

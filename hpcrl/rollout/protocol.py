@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hpcrl.batch.pictures import Picture
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,9 @@ class Trajectory:
     """A whole response, of one turn or of several: all arrays (n,).
 
     `mask` int32 is 1 on tokens that the model wrote and 0 on those of tools and users, whose `log_probs` are 0.
-    `routed_experts` as in a completion. `pictures` are those that tools returned.
+    `routed_experts` as in a completion. `pictures` are those that tools returned. prompt_ids int32: if they are not
+    those of the request. rewards fp32: of turns, on their last tokens. info: what an environment said at the end. With
+    the finish reason "error" the environment failed, and `mask` is 0.
     """
 
     token_ids: np.ndarray
@@ -138,6 +140,9 @@ class Trajectory:
     turn_scores: tuple[float, ...] = ()  # by a simulated user, of the turns that it scored
     routed_experts: np.ndarray | None = None
     pictures: tuple[ToolPicture, ...] = ()
+    prompt_ids: np.ndarray | list[int] | None = None
+    rewards: np.ndarray | None = None
+    info: Mapping[str, float | str] | None = None
 
     @classmethod
     def from_completion(cls, done: Completion) -> Trajectory:

@@ -33,7 +33,7 @@ MAX_PROCESSES = 256  # of one worker; a fork bomb exceeds it within a tick or tw
 LOG_BYTES = 2**20  # of one worker's output; the rest is dropped
 
 
-def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
+def supervise(work: Callable[[], None], log: str | None = None, max_processes: int = MAX_PROCESSES) -> NoReturn:
     """Run `work` in a forked worker, and end this process when the worker ends. Call it first in a fork server's child.
 
     The worker is killed when the rank ends or sends `process_tree.END` to this process. A batch system's signals to all
@@ -68,13 +68,13 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
             os._exit(0)
     os.close(print_writer)
     _close_all_but((wake, wake_writer, printed, rank.sentinel))
-    _wait(rank.sentinel, wake, printed, child, log)
+    _wait(rank.sentinel, wake, printed, child, log, max_processes)
     process_tree.kill_descendants()
     remove_folder(folder)
     os._exit(0)
 
 
-def _wait(rank: int, wake: int, printed: int, child: int, log: str | None) -> None:
+def _wait(rank: int, wake: int, printed: int, child: int, log: str | None, max_processes: int) -> None:
     """Return when the worker has ended, or must be killed."""
     files, num_logged = [rank, wake, printed], 0
     while True:
@@ -90,8 +90,8 @@ def _wait(rank: int, wake: int, printed: int, child: int, log: str | None) -> No
                 with open(log, "ab") as file:
                     file.write(text)
         process_tree.reap()
-        alive = process_tree.descendants_of(os.getpid(), MAX_PROCESSES)
-        if child not in alive or len(alive) > MAX_PROCESSES:
+        alive = process_tree.descendants_of(os.getpid(), max_processes)
+        if child not in alive or len(alive) > max_processes:
             return
 
 

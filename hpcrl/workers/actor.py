@@ -168,7 +168,7 @@ class ActorWorker(ModelWorker):
         """Tensors that the estimator takes, by verl's names."""
         samples, keys = batch.samples, self.config.algorithm.gdpo_reward_keys
         sources: dict[str, Callable[[], Any]] = {
-            "index": lambda: torch.from_numpy(samples["prompt"].astype(np.int64)),
+            "index": lambda: torch.from_numpy(_groups(batch)),
             "reward_baselines": lambda: torch.from_numpy(samples["reward_baseline"].astype(np.float32)),
             "reward_components": lambda: dict(
                 zip(keys, torch.from_numpy(samples["reward_components"]).unbind(1), strict=True)
@@ -252,3 +252,9 @@ class ActorWorker(ModelWorker):
             **columns, response_mask=mask, rollout_is_weights=weights, grad_norm=grad_norm
         )
         return to_floats(found)
+
+
+def _groups(batch: DataProto) -> np.ndarray:
+    """The prompt of each sample, int64 (N,). A sample without tokens that count is a group of its own."""
+    counts = batch.fetch("response_mask").padded().any(1).numpy()
+    return np.where(counts, batch.samples["prompt"].astype(np.int64), -1 - np.arange(len(counts)))

@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from hpcrl.workers.rollout import RolloutWorker
 
 RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
-WRITTEN = (*RECORDED, "routed_experts?", "pictures?")
+WRITTEN = (*RECORDED, "routed_experts?", "pictures?", "turn_rewards?")
 
 
 def response_columns(requests: Sequence[Request], trajectories: Sequence[Trajectory]) -> DataProto:
     """Responses as columns: sequences are prompt then response; `response_mask` and `rollout_log_probs` have an entry
     per response token, `routed_experts`, if responses have them, a row per token of the sequence."""
-    prompt_length = np.array([len(request.prompt_ids) for request in requests], np.int32)
-    response_length = np.array([len(found.token_ids) for found in trajectories], np.int32)
     pairs = zip(requests, trajectories, strict=True)
-    ids = [np.concatenate([request.prompt_ids, found.token_ids]) for request, found in pairs]
+    prompts = [it.prompt_ids if found.prompt_ids is None else found.prompt_ids for it, found in pairs]
+    prompt_length = np.array([len(prompt) for prompt in prompts], np.int32)
+    response_length = np.array([len(found.token_ids) for found in trajectories], np.int32)
+    ids = [np.concatenate([prompt, found.token_ids]) for prompt, found in zip(prompts, trajectories, strict=True)]
     columns: Columns = {
         "input_ids": Ragged.from_rows(ids, np.int32),
         "response_mask": Ragged.from_rows([found.mask for found in trajectories], np.int32),
@@ -42,6 +43,14 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
     reasons = np.array([found.finish_reason for found in trajectories], dtype=object)
     samples = {"prompt_length": prompt_length, "response_length": response_length, "finish_reason": reasons}
     return DataProto(columns, samples, {})
+
+
+def environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
+    """`turn_rewards`, on the last token of each turn, and `environment`, what was said at the end of each sample."""
+    rewards = Ragged.from_rows([found.rewards for found in trajectories if found.rewards is not None], np.float32)
+    said = np.empty(len(trajectories), object)
+    said[:] = [dict(found.info or {}) for found in trajectories]
+    return DataProto({"turn_rewards": rewards}, {"environment": said}, {})
 
 
 def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:

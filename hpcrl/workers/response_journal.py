@@ -22,7 +22,7 @@ from hpcrl.runtime import run_owner
 log = logging.getLogger(__name__)
 
 ARRAYS = {"token_ids": "<i4", "log_probs": "<f4", "mask": "<i4"}
-FINISH_REASONS = ("stop", "length")
+FINISH_REASONS = ("stop", "length", "error")
 
 
 class ResponseJournal:
@@ -111,6 +111,11 @@ class ResponseJournal:
         routing = (
             {"routed_experts": experts.astype("<i2").tobytes(), "num_run": len(experts)} if experts is not None else {}
         )
+        acted: Record = {} if done.rewards is None else {"rewards": done.rewards.astype("<f4").tobytes()}
+        if done.prompt_ids is not None:
+            acted["prompt_ids"] = np.asarray(done.prompt_ids, "<i4").tobytes()
+        if done.info is not None:
+            acted["info"] = dict(done.info)
         return {
             "uid": request.uid,
             "sample_index": request.sample_index,
@@ -118,6 +123,7 @@ class ResponseJournal:
             "drawn_by": self._hash(request),
             **{name: getattr(done, name).astype(dtype).tobytes() for name, dtype in ARRAYS.items()},
             **routing,
+            **acted,
             "pictures": [[picture.key, *picture.place, picture.png] for picture in done.pictures],
             "finish_reason": done.finish_reason,
             "num_turns": done.num_turns,
@@ -153,8 +159,15 @@ def trajectory_of(record: Mapping[str, Any]) -> Trajectory | None:
             turn_scores=tuple(float(score) for score in record["turn_scores"]),
             routed_experts=experts,
             pictures=tuple(ToolPicture(key, Picture.of(*place), png) for key, *place, png in record["pictures"]),
+            prompt_ids=_array(record, "prompt_ids", "<i4"),
+            rewards=_array(record, "rewards", "<f4"),
+            info=record.get("info"),
         )
         is_whole = len({len(array) for array in arrays.values()}) == 1 and done.finish_reason in FINISH_REASONS
     except (KeyError, TypeError, ValueError):
         return None
     return done if is_whole else None
+
+
+def _array(record: Mapping[str, Any], name: str, dtype: str) -> np.ndarray | None:
+    return np.frombuffer(record[name], dtype).copy() if name in record else None

@@ -21,7 +21,7 @@ from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
 from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures
-from hpcrl.workers.response_columns import WRITTEN, recorded_responses, response_columns
+from hpcrl.workers.response_columns import WRITTEN, environment_columns, recorded_responses, response_columns
 from hpcrl.workers.response_journal import ResponseJournal
 from hpcrl.workers.response_stream import ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
@@ -112,6 +112,8 @@ class RolloutWorker(Worker):
         if self.agent is not None:
             columns.samples |= turn_columns(trajectories)
             counts |= turn_metrics(trajectories)
+            if self.config.rollout.multi_turn.environment.path is not None:
+                columns = columns.union(environment_columns(trajectories))
         if self.pictures is not None and shown is not None:
             options = {"has_tools": self.agent is not None, "archives": "weight_version" in batch.meta_info}
             columns = columns.union(self.pictures.drawn(shown, trajectories, **options))
@@ -242,4 +244,4 @@ def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:
     comm = create_group(world.comm, replica) if len(replica) > 1 else None
     log_path = run_directory(config) / "logs" / f"tools_{world.rank:05d}.log"
     options = config.rollout.multi_turn, config.data, team.inputs.tokenizer, comm, str(log_path)
-    return AgentLoop(*options, team.inputs.images)
+    return AgentLoop(*options, team.inputs.images, config.rollout.max_num_seqs)

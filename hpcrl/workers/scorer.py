@@ -45,7 +45,7 @@ class ResponseScorer:
     @classmethod
     def build(cls, team: Team) -> ResponseScorer:
         config, manager = team.config, None
-        if config.reward.uses_rules:
+        if config.uses_rules:
             log_path = run_directory(config) / "logs" / f"scorer_{team.world.rank:05d}.log"
             chosen = REWARD_MANAGERS.get(config.reward.reward_manager.name)
             params = parameters(config, "reward", chosen.name)
@@ -120,7 +120,10 @@ class ScorerWorker(Worker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "response_mask", "row", "finish_reason", "rm_score?", "judge_score?", "show?"),
+        reads=(
+            *("input_ids", "response_mask", "row", "finish_reason", "rm_score?", "judge_score?"),
+            *("turn_rewards?", "environment?", "show?"),
+        ),
         writes=("token_level_scores",),
         leader_only=True,
         reentrant=True,
@@ -129,6 +132,9 @@ class ScorerWorker(Worker):
         """Scores of whole responses, placed on their last token. Per sample: `score`, float32; `acc`, float32, the
         scorer's, else its score, and NaN where scoring failed; `extras`, what else the scorer returned, {} where
         scoring failed.
+
+        The rewards of an environment, `turn_rewards`, are on the last tokens of turns, and are added. What it said at
+        the end, `environment`, is in the extras, its `acc` in place of the scorer's; `acc` is NaN where it failed.
 
         A reward model's `rm_score` and a judge's `judge_score` are added: score = rule_weight * rule + the sum of
         weight * score over the two. Then the extras hold all parts, as `rule_score`, `rm_score` and `judge_score`;
@@ -149,6 +155,12 @@ class ScorerWorker(Worker):
             acc = acc if self.scorer.manager is not None else scores
         values = np.zeros(int(lengths.sum()), np.float32)
         values[lengths.cumsum()[lengths > 0] - 1] = scores[lengths > 0]
+        if "turn_rewards" in batch.tokens:
+            rewards = batch.fetch("turn_rewards").values
+            values += rewards
+            owners = np.repeat(np.arange(len(lengths)), lengths)
+            scores = scores + np.bincount(owners, rewards, len(lengths)).astype(np.float32)
+            acc = _environment_accuracy(batch, scores, extras)
         samples = {"score": scores, "acc": acc, "extras": np.array(extras, object)}
         if "show" in batch.samples:
             prompts, tokenizer = self.scorer.prompts[split], self.scorer.tokenizer
@@ -206,6 +218,16 @@ def response_text(tokenizer: PreTrainedTokenizerBase, response: np.ndarray) -> s
     """
     ids = response.tolist()
     return str(tokenizer.decode(ids[:-1] if ids and ids[-1] in end_token_ids(tokenizer) else ids))
+
+
+def _environment_accuracy(batch: DataProto, scores: np.ndarray, extras: list[dict[str, float | str]]) -> np.ndarray:
+    """Add what environments said to the extras, and return the accuracy of each sample, float32 (N,)."""
+    found, samples = scores.copy(), batch.samples
+    for index, (said, reason) in enumerate(zip(samples["environment"], samples["finish_reason"], strict=True)):
+        extras[index] = extras[index] | said
+        acc = said.get("acc", scores[index])
+        found[index] = np.nan if reason == "error" or isinstance(acc, str) else acc
+    return found
 
 
 def key_of(split: str, row: int, response: np.ndarray, finish_reason: str) -> Hashable:

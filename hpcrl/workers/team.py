@@ -169,7 +169,7 @@ def _check_scorers(inputs: Inputs, config: Config, world: World) -> None:
                     if config.reward.custom_reward_function.path is None:
                         check_ground_truth(source, truth, dataset.where(row))
 
-    if config.reward.uses_rules:
+    if config.uses_rules:
         world.run_collectively(check)
     if inputs.judge is not None:
         for dataset in inputs.prompts.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -78,6 +78,7 @@ class Conversation:
     _token_ids: list[np.ndarray] = field(default_factory=list)
     _log_probs: list[np.ndarray] = field(default_factory=list)
     _masks: list[np.ndarray] = field(default_factory=list)
+    _rewards: dict[int, float] = field(default_factory=dict)  # by place of the token
 
     def add_turn(self, done: Completion) -> None:
         """Append tokens that the model wrote."""
@@ -85,6 +86,11 @@ class Conversation:
         self._routed_experts = merge_routed_experts(self._routed_experts, done.routed_experts)
         self.finish_reason = done.finish_reason
         self.num_turns += 1
+
+    def add_reward(self, reward: float) -> None:
+        """The reward of the latest turn, on its last token."""
+        if self.num_tokens:
+            self._rewards[self.num_tokens - 1] = reward
 
     def add_answer(self, answer: Answer, features: Sequence[Tensor] = ()) -> None:
         """Append an answer. features: fp32 (tokens, width) of each of its pictures."""
@@ -101,18 +107,31 @@ class Conversation:
         return replace(self.request, prefix_ids=prefix, pictures=pictures)
 
     def trajectory(
-        self, finish_reason: FinishReason, num_tool_calls: int, turn_scores: tuple[float, ...]
+        self,
+        finish_reason: FinishReason,
+        num_tool_calls: int,
+        turn_scores: tuple[float, ...],
+        info: Mapping[str, float | str] | None = None,
     ) -> Trajectory:
+        """Return the whole. One that failed has no token that counts, and a token of its prompt if it has no other."""
+        if not self.num_tokens:
+            self._add(np.asarray(self.request.prompt_ids[-1:], np.int32), np.zeros(1, np.float32), 0)
+        rewards = np.zeros(self.num_tokens, np.float32)
+        rewards[list(self._rewards)] = list(self._rewards.values())
+        has_failed = finish_reason == "error"
         return Trajectory(
             np.concatenate(self._token_ids),
-            np.concatenate(self._log_probs),
-            np.concatenate(self._masks),
+            np.concatenate(self._log_probs) * np.float32(not has_failed),
+            np.concatenate(self._masks) * np.int32(not has_failed),
             finish_reason,
             self.num_turns,
             num_tool_calls,
             turn_scores,
             self._routed_experts,
             tuple(self._pictures),
+            self.request.prompt_ids,
+            rewards * np.float32(not has_failed),
+            info,
         )
 
     def _add(self, token_ids: np.ndarray, log_probs: np.ndarray, mask: int) -> None:

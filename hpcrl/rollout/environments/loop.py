@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.algorithms.metrics import Metric
+from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.data.media import MediaReader
+from hpcrl.data.prompts import prompt_ids
 from hpcrl.rollout.environments.conversation import Conversation, TurnTemplate
 from hpcrl.rollout.environments.tool_worker import AgentSource
 from hpcrl.rollout.environments.tools import PARSERS, tool_schemas
-from hpcrl.rollout.environments.turn_handler import TurnHandler, TurnResult, tool_metrics
+from hpcrl.rollout.environments.environment_responder import EnvironmentResponder, environment_pool
+from hpcrl.rollout.environments.tool_responder import ToolResponder
+from hpcrl.rollout.environments.turn_handler import Responder, TurnHandler, TurnResult
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, ToolPicture, Trajectory
+from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import broadcast_object, wait_until
 from hpcrl.sandbox.process_pool import ProcessPool
 
@@ -36,22 +43,25 @@ class TurnSource:
     and broadcasts its results.
 
     All ranks count the turns that wait for a result: while there are some, each call broadcasts one message, of 8 bytes
-    if there is no result yet. `comm` is None if the replica has one rank. `records` are needed on the leader only.
-    `encode` is collective over the replica.
+    if there is no result yet. `comm` is None if the replica has one rank. `encode` is collective over the replica.
+    starts: conversations whose first turn has the prompt of its request are in the engine already; else all of them
+    wait for their prompts.
     """
 
     conversations: Sequence[Conversation]
-    records: Sequence[dict[str, Any]] | None
+    starts: bool
     handler: TurnHandler | None
     comm: MPI.Intracomm | None
     on_finished: Callable[[int, Trajectory], None] | None
     on_step: Callable[[], None] | None
     encode: Encode | None = None
     trajectories: dict[int, Trajectory] = field(default_factory=dict, init=False)
-    _num_waiting: int = 0
+    waited: float = field(default=0.0, init=False)  # seconds in which the engine had no work
 
     def __post_init__(self) -> None:
-        self._conversation_of = list(range(len(self.conversations)))  # by index of the engine's request
+        numbers = list(range(len(self.conversations)))
+        self._conversation_of = numbers if self.starts else []  # by index of the engine's request
+        self._num_waiting = 0 if self.starts else len(numbers)
 
     def turn_ended(self, index: int, done: Completion) -> None:
         """The engine's `on_finished`."""
@@ -60,8 +70,7 @@ class TurnSource:
         conversation.add_turn(done)
         self._num_waiting += 1
         if self.handler is not None:
-            record = self.records[number] if self.records is not None else {}
-            self.handler.add_turn(number, conversation, done.token_ids, record)
+            self.handler.add_turn(number, done.token_ids)
 
     def take(self, idle: bool) -> Sequence[Request] | None:
         requests: list[Request] = []
@@ -81,11 +90,15 @@ class TurnSource:
         """Return the request for the conversation's next turn, if there is one. Takes the features of its pictures."""
         self._num_waiting -= 1
         number, conversation = result.conversation, self.conversations[result.conversation]
+        if result.prompt_ids is not None:
+            conversation.request = replace(conversation.request, prompt_ids=result.prompt_ids)
+            self._conversation_of.append(number)
+            return [conversation.request]
         if result.answer is not None:
             conversation.add_answer(result.answer, [next(features) for _ in result.answer.pictures])
             self._conversation_of.append(number)
             return [conversation.next_request()]
-        done = conversation.trajectory(result.finish_reason, result.num_tool_calls, result.turn_scores)
+        done = conversation.trajectory(result.finish_reason, result.num_tool_calls, result.turn_scores, result.info)
         self.trajectories[number] = done
         if self.on_finished is not None:
             self.on_finished(number, done)
@@ -97,7 +110,9 @@ class TurnSource:
         if self.handler is not None:
             results = self.handler.poll()
             if idle and not results:
+                began = time.perf_counter()
                 results = self._wait_for_results(self.handler)
+                self.waited += time.perf_counter() - began
         return results if self.comm is None else broadcast_object(self.comm, results or None) or []
 
     def _wait_for_results(self, handler: TurnHandler) -> list[TurnResult]:
@@ -116,7 +131,7 @@ class TurnSource:
 
 class AgentLoop:
     """Multi-turn generation on one rank of a replica with ranks `comm` (None: one rank); rank 0 is the leader and has
-    the tools.
+    the tools or the environments.
 
     Turns end when the model writes its end-of-sequence token. Tokens depend on weights, random numbers and answers
     only. The arrival times of answers decide which sequences are computed together, so repeated runs agree up to
@@ -131,10 +146,12 @@ class AgentLoop:
         comm: MPI.Intracomm | None = None,
         log_path: str | None = None,
         images: ImageProcessor | None = None,
+        max_open: int = 256,
     ) -> None:
-        """`log_path`: file for the tools' output; None drops it. images: of a vision-language model. Raises InputError
-        if the user's files are unusable."""
+        """`log_path`: file for the tools' output; None drops it. images: of a vision-language model. max_open:
+        environments at the same time. Raises InputError if the user's files are unusable."""
         self._cfg = cfg
+        self._data = data
         self._tokenizer = tokenizer
         self._comm = comm if comm is not None and comm.size > 1 else None
         self._pool: ProcessPool | None = None
@@ -144,6 +161,17 @@ class AgentLoop:
         if cfg.function_tool_path is not None:
             tool_schemas(cfg.function_tool_path)  # the file may register a parser
         self._parser = PARSERS.get(cfg.format)
+        self._keys = itertools.count()
+        self._max_open = cfg.environment.max_open or max_open
+        if cfg.environment.path is not None:
+            if images is not None:
+                raise InputError(
+                    "rollout.multi_turn.environment.path: environments have no pictures, and the model is a "
+                    "vision-language model; use tools (rollout.multi_turn.function_tool_path)"
+                )
+            self._template = TurnTemplate(tokenizer, data)
+            self._pool = environment_pool(cfg.environment, self._max_open, log_path)
+            return
         reader = None if images is None else MediaReader(images, tokenizer, data)
         self._template = TurnTemplate(tokenizer, data, reader)
         limit = 0 if images is None else data.max_image_pixels
@@ -171,30 +199,40 @@ class AgentLoop:
         `on_finished(index of the request, trajectory)` and `on_step()` must not wait. `encode` is called with the
         pictures that tools return, by all ranks of the replica together.
         """
-        handler = None
+        conversations, handler, metrics = [Conversation(request) for request in requests], None, dict[str, Metric]()
+        starts = self._cfg.environment.path is None
         if self._pool is not None:
-            handler = TurnHandler(
-                self._cfg,
-                self._pool,
-                self._parser,
-                self._template,
-                lambda turn: self._text(turn, sampling.eos_token_ids),
-                sampling.max_new_tokens,
-                self._warned,
+            responder = self._responder(self._pool, seed)
+            text_of = partial(self._text, eos_token_ids=sampling.eos_token_ids)
+            handler = TurnHandler(self._cfg, responder, self._template, text_of, sampling.max_new_tokens)
+            for number, conversation in enumerate(conversations):
+                handler.open(number, conversation, {} if records is None else records[number])
+        source = TurnSource(conversations, starts, handler, self._comm, on_finished, on_step, encode)
+        first = requests if starts else []
+        try:
+            engine.generate(
+                first, sampling, seed=seed, step=step, source=source, on_finished=source.turn_ended, on_step=on_step
             )
-        source = TurnSource(
-            [Conversation(request) for request in requests], records, handler, self._comm, on_finished, on_step, encode
-        )
-        engine.generate(
-            requests, sampling, seed=seed, step=step, source=source, on_finished=source.turn_ended, on_step=on_step
-        )
-        trajectories = [source.trajectories[number] for number in range(len(requests))]
-        return trajectories, tool_metrics(handler) if handler is not None else {}
+        finally:
+            if handler is not None:
+                handler.close()
+        if handler is not None:
+            waited = {} if starts else {"perf/environment_wait_s": Sum(source.waited)}
+            metrics = handler.responder.metrics() | waited
+        return [source.trajectories[number] for number in range(len(requests))], metrics
 
     def close(self) -> None:
         """End the tool processes. May be called twice."""
         if self._pool is not None:
             self._pool.close()
+
+    def _responder(self, pool: ProcessPool, seed: int) -> Responder:
+        """What answers the model in one generation."""
+        if self._cfg.environment.path is None:
+            return ToolResponder(self._cfg, pool, self._parser, self._warned)
+        prompt_of = partial(prompt_ids, self._tokenizer, self._data)
+        fixed = pool, self._keys, self._max_open, self._parser, prompt_of, seed, self._warned
+        return EnvironmentResponder(self._cfg, *fixed)
 
     def _text(self, turn: np.ndarray, eos_token_ids: tuple[int, ...]) -> str:
         """Decode a turn without its end-of-sequence token; other special tokens stay visible."""

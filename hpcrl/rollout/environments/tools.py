@@ -224,6 +224,18 @@ Parser: TypeAlias = Callable[[str], list[Call]]  # a turn's text without its end
 PARSERS: Registry[Parser] = Registry("rollout.multi_turn.format", __name__, "hpcrl.rollout.environments.call_formats")
 
 
+def parsed(parser: Parser, text: str, most: int) -> list[Call]:
+    """Return the first calls of a turn, at most so many; a BadCall if the parser, which may be the user's, fails."""
+    try:
+        calls = list(parser(text) or ())[:most]
+        for call in calls:
+            if not isinstance(call, Call):
+                raise TypeError(f"the parser returned a {type(call).__name__}; expected a ToolCall or a BadCall")
+        return calls
+    except Exception as error:
+        return [BadCall(f"{type(error).__name__}: {error}")]
+
+
 def register_tool_parser(name: str) -> Callable[[Parser], Parser]:
     """Register a function as the parser of `rollout.multi_turn.format=<name>`; the tools' file may do so."""
 

@@ -1,224 +1,173 @@
-"""Turns of a conversation: on the leader of a replica, tools and users answer the model, or end the conversation."""
+"""Turns of a conversation: on the leader of a replica, something answers the model, or ends the conversation."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcrl.algorithms.metrics import Max, Mean, Metric, Min, Sum
+from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
 from hpcrl.rollout.environments.conversation import Answer, Conversation, Message, TurnTemplate
-from hpcrl.rollout.environments.tool_worker import ToolAnswer
-from hpcrl.rollout.environments.tools import BadCall, Call, Parser
-from hpcrl.rollout.protocol import FinishReason, Trajectory
-from hpcrl.sandbox.process_pool import ProcessPool
-from hpcrl.sandbox.worker import Outcome
+from hpcrl.rollout.protocol import FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import MultiTurnConfig
-
-
-log = logging.getLogger(__name__)
-
-MAX_NAME = 80  # characters of a name or an id that the model wrote
-MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of them
 
 Record = Mapping[str, Any]
 
 
 class TurnResult(NamedTuple):
     """What follows a turn of the model: `answer` and another turn; or None, and the conversation has ended with
-    `finish_reason`."""
+    `finish_reason`. Of a conversation that begins: `prompt_ids` int32 (n,) of its first turn."""
 
     conversation: int
     answer: Answer | None
     finish_reason: FinishReason = "stop"
     num_tool_calls: int = 0
     turn_scores: tuple[float, ...] = ()
+    prompt_ids: np.ndarray | None = None
+    info: Mapping[str, float | str] | None = None  # of an environment
+
+
+class Reply(NamedTuple):
+    """An answer to a turn; without messages it is the last. reward: of the turn. failed: nothing could answer, and the
+    sample does not count. info: of an environment."""
+
+    messages: Sequence[Message] = ()
+    ends: bool = False
+    reward: float | None = None
+    failed: bool = False
+    info: Mapping[str, float | str] | None = None
 
 
 @dataclass
-class _Dialog:
-    """State of a conversation on the leader. `pending`: numbers of the process pool's requests, or error texts of calls
-    that reach no tool."""
+class Dialog:
+    """State of a conversation on the leader. turn_end: the last token of the latest turn. over: why that turn is the
+    last, if it is."""
 
     record: Record
     conversation: Conversation
     messages: list[Message] = field(default_factory=list)
-    pending: list[int | str] = field(default_factory=list)
-    calls: Sequence[Call] = ()  # of the latest turn; none: `pending` is the simulated user's request
-    end: int | None = None  # last token of the latest turn
+    turn_end: int | None = None
+    over: FinishReason | None = None
     num_answers: int = 0
     num_tool_calls: int = 0
     turn_scores: list[float] = field(default_factory=list)
-    state: str | None = None  # of the simulated user, JSON
+    info: Mapping[str, float | str] | None = None
+
+
+class Responder(Protocol):
+    """What answers the model. Its calls do not wait."""
+
+    def open(self, number: int, request: Request, dialog: Dialog) -> bool:
+        """Begin a conversation. False: its first turn has the prompt of the request; else `poll` will return it."""
+
+    def begin(self, number: int, dialog: Dialog, text: str) -> bool:
+        """Begin the answer to a turn, of which `text` is the model's. False: there is none."""
+
+    def poll(self) -> Iterable[tuple[int, Reply | np.ndarray]]:
+        """Return the conversations that have an answer, or the tokens of their prompt."""
+
+    def close(self, number: int) -> None:
+        """End a conversation."""
+
+    def metrics(self) -> dict[str, Metric]:
+        """Counts of what was answered."""
 
 
 @dataclass(eq=False)
 class TurnHandler:
-    """Turns of one generation. `pool` runs an AgentSource. A response has at most `max_tokens`, answers included.
-
-    The answer of a failed call is its error; a failed user ends the conversation. `counts` has all tool calls, those
-    that timed out, crashed, raised, or reached no tool, and failed users. `warned` counts warnings of earlier
-    generations too.
-    """
+    """Turns of one generation, answered by `responder`. A response has at most `max_tokens`, answers included."""
 
     cfg: MultiTurnConfig
-    pool: ProcessPool
-    parser: Parser
+    responder: Responder
     template: TurnTemplate
     text_of: Callable[[np.ndarray], str]
     max_tokens: int
-    warned: Counter[str]
-    counts: Counter[str] = field(default_factory=Counter, init=False)
-    tool_metrics: dict[str, list[float]] = field(default_factory=dict, init=False)
-    _dialogs: dict[int, _Dialog] = field(default_factory=dict, init=False)
-    _waiting: dict[int, None] = field(default_factory=dict, init=False)  # conversations with pending calls, in order
+    _dialogs: dict[int, Dialog] = field(default_factory=dict, init=False)
     _results: list[TurnResult] = field(default_factory=list, init=False)
 
-    def add_turn(self, number: int, conversation: Conversation, turn: np.ndarray, record: Record) -> None:
+    def open(self, number: int, conversation: Conversation, record: Record) -> bool:
+        """Begin a conversation. Return whether a result with its prompt will follow."""
+        dialog = self._dialogs[number] = Dialog(record, conversation)
+        return self.responder.open(number, conversation.request, dialog)
+
+    def add_turn(self, number: int, turn: np.ndarray) -> None:
         """Handle the end of a model's turn. Does not wait."""
-        dialog = self._dialogs.setdefault(number, _Dialog(record, conversation))
+        dialog = self._dialogs[number]
         text = self.text_of(turn)
         dialog.messages.append({"role": "assistant", "content": text})
-        dialog.end = int(turn[-1]) if len(turn) else None
-        if conversation.finish_reason not in ("stop", None):
-            self._end(number, conversation.finish_reason)
-        elif not self._may_answer(dialog):
-            self._end(number, "stop")
-        elif conversation.num_tokens >= self.max_tokens:
-            self._end(number, "length" if self._tool_calls(text) else "stop")  # no room for the answer to a call
-        elif self._start_calls(dialog, text):
-            self._waiting[number] = None
-        else:
-            self._end(number, "stop")
+        dialog.turn_end = int(turn[-1]) if len(turn) else None
+        dialog.over = self._over(dialog)
+        if not self.responder.begin(number, dialog, text):
+            self._end(number, dialog.over or "stop")
 
     def poll(self) -> list[TurnResult]:
         """Return the results since the last call. Does not wait."""
-        self.pool.pump()
-        for number in [number for number in self._waiting if self._is_answered(self._dialogs[number])]:
-            del self._waiting[number]
-            self._handle_answers(number, self._dialogs[number])
+        for number, reply in self.responder.poll():
+            if isinstance(reply, Reply):
+                self._handle(number, self._dialogs[number], reply)
+            else:
+                self._results.append(TurnResult(number, None, prompt_ids=reply))
         found, self._results = self._results, []
         return found
 
-    def _may_answer(self, dialog: _Dialog) -> bool:
-        turns, answers = self.cfg.max_assistant_turns, self.cfg.max_user_turns
-        return (turns is None or dialog.conversation.num_turns < turns) and (
-            answers is None or dialog.num_answers < answers
-        )
+    def close(self) -> None:
+        """End the conversations that are left, of a generation that was given up."""
+        for number in self._dialogs:
+            self.responder.close(number)
+        self._dialogs = {}
 
-    def _start_calls(self, dialog: _Dialog, text: str) -> bool:
-        """Start the tool calls of the turn, or the user's. Return whether there are any."""
-        dialog.calls = self._tool_calls(text)
-        if dialog.calls:
-            dialog.pending = [self._begin(call, dialog) for call in dialog.calls]
-        elif self.cfg.interaction_path is not None:
-            request = {"state": dialog.state, "record": dialog.record, "messages": dialog.messages}
-            dialog.pending = [self.pool.submit(request)]
-        return bool(dialog.pending)
+    def _over(self, dialog: Dialog) -> FinishReason | None:
+        """Why the model may write no other turn, if it may not."""
+        conversation, answers = dialog.conversation, self.cfg.max_user_turns
+        if conversation.finish_reason not in ("stop", None):
+            return conversation.finish_reason
+        if self.cfg.max_assistant_turns is not None and conversation.num_turns >= self.cfg.max_assistant_turns:
+            return "stop"
+        if answers is not None and dialog.num_answers >= answers:
+            return "stop"
+        return "length" if conversation.num_tokens >= self.max_tokens else None
 
-    def _tool_calls(self, text: str) -> Sequence[Call]:
-        if self.cfg.function_tool_path is None:
-            return []
-        try:
-            calls = list(self.parser(text) or ())[: self.cfg.max_parallel_calls]
-            for call in calls:
-                if not isinstance(call, Call):
-                    raise TypeError(f"the parser returned a {type(call).__name__}; expected a ToolCall or a BadCall")
-            return calls
-        except Exception as error:  # the parser may be the user's code
-            return [BadCall(f"{type(error).__name__}: {error}")]
-
-    def _begin(self, call: Call, dialog: _Dialog) -> int | str:
-        self.counts["calls"] += 1
-        dialog.num_tool_calls += 1
-        if isinstance(call, BadCall):
-            self.counts["rejected"] += 1
-            return f"error: {call.why}"
-        request = {"tool": call.name, "arguments": call.arguments, "is_text": call.is_text, "record": dialog.record}
-        return self.pool.submit(request)
-
-    def _is_answered(self, dialog: _Dialog) -> bool:
-        return all(isinstance(pending, str) or self.pool.has(pending) for pending in dialog.pending)
-
-    def _handle_answers(self, number: int, dialog: _Dialog) -> None:
-        """All pending calls have ended."""
-        outcomes = [pending if isinstance(pending, str) else self.pool.take(pending) for pending in dialog.pending]
-        dialog.pending = []
-        if dialog.calls:
-            answers = [self._tool_message(call, found) for call, found in zip(dialog.calls, outcomes, strict=True)]
+    def _handle(self, number: int, dialog: Dialog, reply: Reply) -> None:
+        dialog.info = reply.info if reply.info is not None else dialog.info
+        if reply.reward is not None:
+            dialog.conversation.add_reward(reply.reward)
+            dialog.turn_scores.append(reply.reward)
+        if reply.failed:
+            self._end(number, "error")
+        elif reply.ends or not reply.messages or dialog.over is not None:
+            self._end(number, "stop" if reply.ends else dialog.over or "stop")
         else:
-            answers = self._user_messages(dialog, outcomes[0])
-        if not answers:
-            self._end(number, "stop")
-            return
-        answer = self.template.answer(answers, dialog.end)
+            self._answer(number, dialog, reply.messages)
+
+    def _answer(self, number: int, dialog: Dialog, messages: Sequence[Message]) -> None:
+        limit, side = self.cfg.max_tool_response_length, self.cfg.tool_response_truncate_side
+        shortened = [
+            it | {"content": self.template.shortened(it["content"], limit, side)} if it["role"] == "tool" else it
+            for it in messages
+        ]
+        answer = self.template.answer(shortened, dialog.turn_end)
         if dialog.conversation.num_tokens + len(answer.token_ids) >= self.max_tokens:  # no room for the model
             self._end(number, "length")
             return
-        dialog.messages += map(_as_text, answers)
+        dialog.messages += map(_as_text, shortened)
         dialog.num_answers += 1
         self._results.append(TurnResult(number, answer))
 
-    def _tool_message(self, call: Call, outcome: Outcome | str) -> Message:
-        text, images = (outcome, ()) if isinstance(outcome, str) else self._tool_answer(outcome)
-        limit, side = self.cfg.max_tool_response_length, self.cfg.tool_response_truncate_side
-        message = {"role": "tool", "content": self.template.shortened(text, limit, side), "images": images}
-        names = {"name": call.name[:MAX_NAME], "tool_call_id": (call.id or "")[:MAX_NAME]}
-        return message | {key: text for key, text in names.items() if text}
-
-    def _tool_answer(self, outcome: Outcome) -> tuple[str, tuple[bytes, ...]]:
-        """Text and pictures."""
-        if outcome.fate != "ok":
-            self._count_failure("call of a tool", outcome.fate, outcome.why)
-            return f"error: {outcome.result or outcome.why}", ()
-        answer: ToolAnswer = outcome.result
-        for name, value in answer.metrics.items():
-            self.tool_metrics.setdefault(name, []).append(value)
-        self.counts["rejected"] += answer.rejected
-        return f"error: {answer.text}" if answer.rejected else answer.text, answer.images
-
-    def _user_messages(self, dialog: _Dialog, outcome: Outcome | str) -> list[Message]:
-        """Return the simulated user's message; an empty list ends the conversation."""
-        assert isinstance(outcome, Outcome)
-        if outcome.fate != "ok":
-            self._count_failure("user", "user_failures", f"{outcome.fate}: {outcome.why}")
-            return []
-        dialog.state = outcome.result.state
-        if outcome.result.score is not None:
-            dialog.turn_scores.append(outcome.result.score)
-        return [] if outcome.result.ends else [{"role": "user", "content": outcome.result.text}]
-
-    def _count_failure(self, what: str, fate: str, why: str) -> None:
-        self.counts[fate] += 1
-        self.warned[fate] += 1
-        if self.warned[fate] <= MAX_WARNINGS:
-            log.warning("rollout.multi_turn: a %s failed (%s): %s", what, fate, why)
-
     def _end(self, number: int, finish_reason: FinishReason) -> None:
         dialog = self._dialogs.pop(number)
-        self._results.append(TurnResult(number, None, finish_reason, dialog.num_tool_calls, tuple(dialog.turn_scores)))
+        self.responder.close(number)
+        counted = dialog.num_tool_calls, tuple(dialog.turn_scores)
+        self._results.append(TurnResult(number, None, finish_reason, *counted, info=dialog.info))
 
 
 def _as_text(message: Message) -> Message:
     """The message with `<image>` for each picture, for the simulated user."""
     return {"role": message["role"], "content": "<image>" * len(message.get("images", ())) + message["content"]}
-
-
-COUNTS = ("calls", "timeouts", "crashes", "errors", "rejected", "user_failures")
-
-
-def tool_metrics(handler: TurnHandler) -> dict[str, Metric]:
-    """Counts of calls, and the tools' own metrics."""
-    found: dict[str, Metric] = {f"tools/{name}": Sum(float(handler.counts[name])) for name in COUNTS}
-    for name, values in handler.tool_metrics.items():
-        found[f"tools/{name}/mean"] = Mean(sum(values), float(len(values)))
-    return found
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:

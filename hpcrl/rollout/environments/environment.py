@@ -1,0 +1,94 @@
+"""Environments: what an agent acts in. One object for each trajectory, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+from hpcrl.rollout.environments.tool_worker import run_tool
+from hpcrl.rollout.environments.tools import MARK, Call, Tool, ToolCall
+from hpcrl.runtime.user_code import import_file
+
+Message: TypeAlias = dict[str, Any]  # {"role": "user" or "tool", "content": text}; of a tool also "name"
+Schema: TypeAlias = dict[str, Any]  # of a tool, in OpenAI's format
+
+
+class Turn(NamedTuple):
+    """What the model wrote. text: without its end-of-sequence token. calls: tool calls in it, if there are tools.
+    is_cut: the response ended here because it has as many tokens as it may have."""
+
+    text: str
+    calls: Sequence[Call] = ()
+    is_cut: bool = False
+
+
+class Step(NamedTuple):
+    """The answer to a turn. messages: what the model reads next. done: the trajectory ends. reward: of this turn, on
+    its last token; None: 0. info: numbers and texts; those of the last step stay with the sample, and its `acc` is the
+    sample's accuracy."""
+
+    messages: Sequence[Message] = ()
+    done: bool = False
+    reward: float | None = None
+    info: Mapping[str, float | str] = {}
+
+
+class Environment:
+    """Base class of `rollout.multi_turn.environment.name` in the file `path`.
+
+    The object is made with the keys of `rollout.multi_turn.environment.kwargs` in a process forked for the trajectory
+    from one that has loaded the file, so that code at the top of the file runs once and must not start threads. What it
+    raises, and what takes longer than `timeout`, ends the trajectory: the sample does not count in losses.
+
+    Methods marked `@tool` are tools of the model. They may change the object, return what functions marked `@tool`
+    return, and raise: the model reads the error.
+    """
+
+    def reset(
+        self, record: dict[str, Any], seed: int
+    ) -> Sequence[Message] | tuple[Sequence[Message], Sequence[Schema]]:
+        """Begin a trajectory. Return messages to append to the prompt of the data's row, if any; with a second value,
+        the schemas of the tools, in place of those of the methods.
+
+        record: data_source, ground_truth, extra_info, ability and prompt of the row. seed: of 31 bits, the same for all
+        samples of a prompt.
+        """
+        return []
+
+    def step(self, turn: Turn) -> Step:
+        """Answer a turn of the model. By default its calls are carried out, and a turn without calls is the last."""
+        return Step(self.call_tools(turn.calls)) if turn.calls else Step(done=True)
+
+    def close(self) -> None:
+        """Called when the trajectory has ended, unless the process has been killed."""
+
+    @cached_property
+    def tools(self) -> dict[str, Tool]:
+        """The methods marked `@tool`, by name."""
+        marked = [name for name in dir(type(self)) if getattr(getattr(type(self), name), MARK, False)]
+        return {name: Tool.of(getattr(self, name)) for name in marked}
+
+    def call_tools(self, calls: Sequence[Call]) -> list[Message]:
+        """Carry out calls of the methods marked `@tool`, one after the other, and return the answers."""
+        return [{"role": "tool", "name": call.name, "content": self._answer(call)} for call in calls]
+
+    def _answer(self, call: Call) -> str:
+        if not isinstance(call, ToolCall):
+            return f"error: {call.why}"
+        try:
+            found = run_tool(self.tools, call.name, call.arguments, None, is_text=call.is_text)
+        except Exception as error:
+            return f"error: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"error: {found.text}" if found.rejected else found.text
+
+
+def load_environment(path: str, name: str) -> type[Environment]:
+    """Return the class. Raises ImportError if the file has none of this name, and any error of the file."""
+    made = getattr(import_file(path), name, None)
+    if not isinstance(made, type):
+        raise ImportError(f"no class {name!r} in it")
+    missing = [method for method in ("reset", "step", "close") if not callable(getattr(made, method, None))]
+    if missing:
+        raise ImportError(f"class {name!r} has no method {' and no '.join(missing)}; extend hpcrl.api.Environment")
+    return made

@@ -1,0 +1,152 @@
+"""Environments as what answers the model: one for each conversation, from its prompt to its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpcrl.algorithms.metrics import Mean, Metric, Sum
+from hpcrl.rollout.environments.environment import Message, Schema, Step, Turn
+from hpcrl.rollout.environments.environment_worker import EnvironmentSource, Started
+from hpcrl.rollout.environments.tools import Parser, parsed
+from hpcrl.rollout.environments.turn_handler import Dialog, Record, Reply
+from hpcrl.rollout.protocol import Request
+from hpcrl.runtime.exits import InputError, folded
+from hpcrl.sandbox.forks import FIRST, LAST, Limits
+from hpcrl.sandbox.process_pool import ProcessPool
+from hpcrl.sandbox.worker import Outcome
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import EnvironmentConfig, MultiTurnConfig
+
+log = logging.getLogger(__name__)
+
+MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of them
+FATES = ("timeouts", "crashes", "errors")
+
+PromptOf = Callable[[Record, Sequence[Message], "Sequence[Schema] | None"], np.ndarray]
+
+
+def environment_pool(cfg: EnvironmentConfig, most: int, log_path: str | None) -> ProcessPool:
+    """The process that forks environments, at most `most` at a time. Raises InputError if the file is unusable."""
+    assert cfg.path is not None
+    at_once = cfg.num_workers or len(os.sched_getaffinity(0))
+    limits = Limits(cfg.timeout, cfg.memory_limit_mb, cfg.max_processes, cfg.max_file_mb)
+    source = EnvironmentSource(cfg.path, cfg.name, cfg.kwargs, limits, most, at_once)
+    return ProcessPool(source, 1, cfg.timeout, log_path=log_path)
+
+
+@dataclass(eq=False)
+class EnvironmentResponder:
+    """`pool` is an `environment_pool`, in which keys of environments come from `keys`, which does not repeat itself. At
+    most `most` are open. prompt_of: tokens of a row's prompt with messages and tools. seed: of the job.
+
+    A conversation whose environment fails has failed. `warned` counts warnings of earlier generations too.
+    """
+
+    cfg: MultiTurnConfig
+    pool: ProcessPool
+    keys: Iterator[int]
+    most: int
+    parser: Parser
+    prompt_of: PromptOf
+    seed: int
+    warned: Counter[str]
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    own_metrics: dict[str, list[float]] = field(default_factory=dict, init=False)
+    _unopened: deque[tuple[int, Request, Dialog]] = field(default_factory=deque, init=False)
+    _open: dict[int, int] = field(default_factory=dict, init=False)  # conversation -> key
+    _with_tools: set[int] = field(default_factory=set, init=False)
+    _asked: dict[int, tuple[int, Request | None, Dialog]] = field(default_factory=dict, init=False)  # by conversation
+    _closing: list[int] = field(default_factory=list, init=False)  # numbers of requests
+
+    def open(self, number: int, request: Request, dialog: Dialog) -> bool:
+        self._unopened.append((number, request, dialog))
+        self._open_more()
+        return True
+
+    def begin(self, number: int, dialog: Dialog, text: str) -> bool:
+        calls = parsed(self.parser, text, self.cfg.max_parallel_calls) if number in self._with_tools else []
+        dialog.num_tool_calls += len(calls)
+        turn = Turn(text, calls, is_cut=dialog.conversation.finish_reason == "length")
+        self._ask(number, {"turn": turn}, None, dialog)
+        return True
+
+    def poll(self) -> Iterator[tuple[int, Reply | np.ndarray]]:
+        self.pool.pump()
+        self._closing = [it for it in self._closing if not self.pool.has(it) or self.pool.take(it) is None]
+        for number in [number for number, (asked, _, _) in self._asked.items() if self.pool.has(asked)]:
+            asked, request, dialog = self._asked.pop(number)
+            outcome = self.pool.take(asked)
+            if outcome.fate != "ok":
+                yield number, self._failed(outcome.fate, outcome.why)
+            elif request is not None:
+                yield number, self._prompt(number, outcome.result, request, dialog)
+            else:
+                yield number, self._reply(outcome)
+
+    def close(self, number: int) -> None:
+        self._asked.pop(number, None)
+        self._with_tools.discard(number)
+        if (key := self._open.pop(number, None)) is not None:
+            self._closing.append(self.pool.submit({"key": key, LAST: True}))
+        self._open_more()
+
+    def metrics(self) -> dict[str, Metric]:
+        found: dict[str, Metric] = {f"env/{name}": Sum(float(self.counts[name])) for name in ("steps", *FATES)}
+        for name, values in self.own_metrics.items():
+            found[f"env/{name}/mean"] = Mean(sum(values), float(len(values)))
+        return found
+
+    def _open_more(self) -> None:
+        while self._unopened and len(self._open) < self.most:
+            number, request, dialog = self._unopened.popleft()
+            self._open[number] = next(self.keys)
+            digest = blake2b(f"{self.seed}\0{request.uid}".encode(), digest_size=4).digest()
+            seed = int.from_bytes(digest, "little") >> 1
+            self._ask(number, {FIRST: True, "record": dict(dialog.record), "seed": seed}, request, dialog)
+
+    def _ask(self, number: int, request: dict, opened: Request | None, dialog: Dialog) -> None:
+        self._asked[number] = self.pool.submit({"key": self._open[number], **request}), opened, dialog
+
+    def _prompt(self, number: int, started: Started, request: Request, dialog: Dialog) -> Reply | np.ndarray:
+        """The tokens of the first prompt."""
+        if started.tools:
+            self._with_tools.add(number)
+        if not started.messages and started.tools is None:
+            return np.asarray(request.prompt_ids, np.int32)
+        dialog.messages += started.messages
+        try:
+            return self.prompt_of(dialog.record, started.messages, started.tools)
+        except InputError as error:
+            return self._failed("errors", folded(error))
+
+    def _reply(self, outcome: Outcome) -> Reply:
+        step: Step = outcome.result
+        self.counts["steps"] += 1
+        self._note("reward_per_turn", step.reward or 0.0)
+        if step.done:
+            for name, value in step.info.items():
+                if not isinstance(value, str):
+                    self._note(name, value)
+        return Reply(step.messages, step.done, step.reward or 0.0, info=step.info)
+
+    def _note(self, name: str, value: float) -> None:
+        self.own_metrics.setdefault(name, []).append(value)
+
+    def _failed(self, fate: str, why: str) -> Reply:
+        self.counts[fate] += 1
+        self.warned[fate] += 1
+        if self.warned[fate] <= MAX_WARNINGS:
+            log.warning("%s: a sample does not count, because its environment failed (%s): %s", TOPIC, fate, why)
+        return Reply(failed=True)
+
+
+TOPIC = EnvironmentSource.topic

@@ -1,0 +1,128 @@
+"""Program of the process that forks environments: calls them, on requests from a pipe, and checks what they return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar, NamedTuple
+
+from hpcrl.rollout.environments.environment import Environment, Message, Schema, Step, load_environment
+from hpcrl.rollout.environments.tool_worker import bounded
+from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox import worker
+from hpcrl.sandbox.forks import FIRST, LAST, ForkServer, Limits
+from hpcrl.sandbox.worker import Outcome, Ready, describe, use_one_thread
+
+ROLES = ("user", "tool", "system")
+MAX_MESSAGES = 64  # of one step
+MAX_INFO = 64  # entries
+MAX_TEXT = 4096  # characters of a text in the info
+MAX_REWARD = 1e30
+MORE_PROCESSES = 1024  # of the process that forks, beyond those that its children may have
+
+
+class Started(NamedTuple):
+    """What `reset` returned. tools: schemas; None: those of the row's prompt."""
+
+    messages: list[Message]
+    tools: list[Schema] | None
+
+
+@dataclass(frozen=True)
+class EnvironmentSource:
+    """The class `name` of the file `path`, made with `kwargs`. most: environments at the same time; at_once: of these,
+    how many run a step."""
+
+    path: str
+    name: str
+    kwargs: Mapping[str, Any]
+    limits: Limits
+    most: int
+    at_once: int
+    topic: ClassVar[str] = "rollout.multi_turn.environment"
+
+    def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
+        most = self.most * self.limits.processes + MORE_PROCESSES
+        worker.supervise(lambda: self._work(pipe), log, most)
+
+    def load_error(self, why: str) -> InputError:
+        return InputError(
+            f"{self.topic}.path={self.path}: cannot load {self.name!r}: {why}; expected a Python file with a class of "
+            "this name that extends hpcrl.api.Environment"
+        )
+
+    def _work(self, pipe: Connection) -> None:
+        use_one_thread()
+        try:
+            kind = load_environment(self.path, self.name)
+        except BaseException as error:  # user code may raise SystemExit too
+            pipe.send(Ready(why=describe(error)))
+            return
+        ForkServer(pipe, lambda: Served(kind, self.kwargs).answer, self.limits, self.at_once).run()
+
+
+@dataclass
+class Served:
+    """An environment in its process."""
+
+    kind: type[Environment]
+    kwargs: Mapping[str, Any]
+    made: list[Environment] = field(default_factory=list)
+
+    def answer(self, request: Mapping[str, Any]) -> Outcome:
+        """The outcome of one request; what the environment raises is raised."""
+        if request.get(FIRST):
+            self.made = [self.kind(**self.kwargs)]
+            return Outcome("ok", self._start(request["record"], request["seed"]))
+        if request.get(LAST):
+            self.made[0].close()
+            return Outcome("ok", None)
+        return Outcome("ok", checked(self.made[0].step(request["turn"])))
+
+    def _start(self, record: dict[str, Any], seed: int) -> Started:
+        found: Any = self.made[0].reset(record, seed)
+        messages, tools = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if tools is None:
+            tools = [tool.schema for tool in getattr(self.made[0], "tools", {}).values()] or None
+        return Started(checked_messages(messages, "reset"), None if tools is None else list(tools))
+
+
+def checked(step: Any) -> Step:
+    """Return the step with values of the right types. Raises TypeError or ValueError for others."""
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned a {type(step).__name__}; expected a Step")
+    reward = None if step.reward is None else float(step.reward)
+    if reward is not None and not abs(reward) <= MAX_REWARD:
+        raise ValueError(f"the reward is {reward}; expected a finite number, or None")
+    info = {str(key)[:MAX_TEXT]: _value(value) for key, value in list(dict(step.info).items())[:MAX_INFO]}
+    return Step(checked_messages(step.messages, "step"), bool(step.done), reward, info)
+
+
+def checked_messages(messages: Any, what: str) -> list[Message]:
+    """Return the messages with bounded texts. Raises TypeError for what is no list of messages."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise TypeError(f"{what} returned messages of type {type(messages).__name__}; expected a list of messages")
+    found: list[Message] = []
+    for message in messages[:MAX_MESSAGES]:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ROLES or not isinstance(message.get("content"), str):
+            raise TypeError(
+                f"{what} returned the message {str(message)[:80]}; expected {{'role': {' or '.join(ROLES)}, "
+                "'content': text}"
+            )
+        names = {key: str(message[key]) for key in ("name", "tool_call_id") if key in message}
+        found.append({"role": role, "content": bounded(message["content"]), **names})
+    return found
+
+
+def _value(value: Any) -> float | str:
+    """A number if it is one and is finite, else a text."""
+    if isinstance(value, str):
+        return value[:MAX_TEXT]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)[:MAX_TEXT]
+    return number if math.isfinite(number) else str(number)
