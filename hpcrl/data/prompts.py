@@ -7,7 +7,7 @@ others are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -285,24 +285,16 @@ class PromptDataset:
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    cfg: DataConfig,
-    record: Mapping[str, Any],
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, prompt: str | list[Any], tools: Sequence[Any] | None = None
 ) -> np.ndarray:
-    """Return the tokens of a row's prompt followed by messages, with the schemas of tools, int32 (n,). A prompt that is
-    a plain string is followed by the lines of the messages. Raises InputError if they are too many, or if the template
-    does not take them."""
-    prompt, where = record["prompt"], "the prompt of an environment"
-    is_text = isinstance(prompt, str)
-    if is_text:
-        text = "\n".join([prompt, *(message["content"] for message in messages)])
-    else:
+    """Return the tokens of a text, or of a conversation with its generation prompt, int32 (n,). tools: schemas for the
+    chat template. Raises InputError if there are too many tokens, or if the template fails."""
+    where, text = "the prompt of an environment", prompt
+    if not isinstance(prompt, str):
         template = ChatTemplate.of_data(tokenizer, cfg)
         template = template if tools is None else template.with_option("tools", list(tools))
-        text = template.text([*(messages_of(prompt) or ()), *messages], where, generation_prompt=True)
-    (ids,) = encode_texts(tokenizer, [text], [where], is_text)
+        text = template.text(prompt, where, generation_prompt=True)
+    (ids,) = encode_texts(tokenizer, [text], [where], text is prompt)
     if not 0 < len(ids) <= cfg.max_prompt_length:
         raise InputError(f"{where} has {len(ids)} tokens; expected 1 to data.max_prompt_length={cfg.max_prompt_length}")
     return np.array(ids, np.int32)

@@ -187,7 +187,7 @@ class TurnTemplate:
     def answer(self, messages: Sequence[Message], end: int | None = None) -> Answer:
         """Return the tokens of messages of tools and users, and of the prompt of the model's next turn. end: the token
         that ended its latest turn; None: the one that the template writes."""
-        texts = [message | {key: self.clean(message[key]) for key in TEXTS if key in message} for message in messages]
+        texts = self.cleaned(messages)
         if not self._has_tool_role:
             texts = [self._as_user(message) for message in texts]
         if self._template is None:
@@ -207,6 +207,10 @@ class TurnTemplate:
         if len(ids) <= limit:
             return text
         return str(self._tokenizer.decode(truncate(ids, limit, CUT_SIDE[side]), clean_up_tokenization_spaces=False))
+
+    def cleaned(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with clean texts."""
+        return [message | {key: self.clean(message[key]) for key in TEXTS if key in message} for message in messages]
 
     def clean(self, text: str) -> str:
         """Remove special tokens and characters outside the alphabet."""

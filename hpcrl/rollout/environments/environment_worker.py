@@ -19,7 +19,7 @@ ROLES = ("user", "tool", "system")
 MAX_MESSAGES = 64  # of one step
 MAX_INFO = 64  # entries
 MAX_TEXT = 4096  # characters of a text in the info
-MAX_REWARD = 1e30
+MAX_REWARD = 1e30  # of one turn; a sum of them stays finite
 MORE_PROCESSES = 1024  # of the process that forks, beyond those that its children may have
 
 

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.algorithms.metrics import Metric, Sum
+from hpcrl.data.chat import messages_of
 from hpcrl.data.media import MediaReader
 from hpcrl.data.prompts import prompt_ids
-from hpcrl.rollout.environments.conversation import Conversation, TurnTemplate
-from hpcrl.rollout.environments.tool_worker import AgentSource
-from hpcrl.rollout.environments.tools import PARSERS, tool_schemas
+from hpcrl.rollout.environments.conversation import Conversation, Message, TurnTemplate
+from hpcrl.rollout.environments.environment import Schema
 from hpcrl.rollout.environments.environment_responder import EnvironmentResponder, environment_pool
 from hpcrl.rollout.environments.tool_responder import ToolResponder
-from hpcrl.rollout.environments.turn_handler import Responder, TurnHandler, TurnResult
+from hpcrl.rollout.environments.tool_worker import AgentSource
+from hpcrl.rollout.environments.tools import PARSERS, tool_schemas
+from hpcrl.rollout.environments.turn_handler import Record, Responder, TurnHandler, TurnResult
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, ToolPicture, Trajectory
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import broadcast_object, wait_until
@@ -230,9 +232,17 @@ class AgentLoop:
         """What answers the model in one generation."""
         if self._cfg.environment.path is None:
             return ToolResponder(self._cfg, pool, self._parser, self._warned)
-        prompt_of = partial(prompt_ids, self._tokenizer, self._data)
-        fixed = pool, self._keys, self._max_open, self._parser, prompt_of, seed, self._warned
+        fixed = pool, self._keys, self._max_open, self._parser, self._prompt_of, seed, self._warned
         return EnvironmentResponder(self._cfg, *fixed)
+
+    def _prompt_of(self, record: Record, messages: Sequence[Message], tools: Sequence[Schema] | None) -> np.ndarray:
+        """The tokens of a row's prompt with an environment's messages and tools."""
+        prompt, cleaned = record["prompt"], self._template.cleaned(messages)
+        if isinstance(prompt, str):
+            prompt += self._template.clean("".join(f"\n{message['content']}" for message in cleaned))
+        else:
+            prompt = [*(messages_of(prompt) or ()), *cleaned]
+        return prompt_ids(self._tokenizer, self._data, prompt, tools)
 
     def _text(self, turn: np.ndarray, eos_token_ids: tuple[int, ...]) -> str:
         """Decode a turn without its end-of-sequence token; other special tokens stay visible."""

@@ -1,0 +1,204 @@
+"""Environments: rewards on their turns, equal trajectories whatever runs beside them, and failures that cost a sample.
+
+The model is scripted; environments run in their real processes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcrl.algorithms.metrics import finish
+from hpcrl.config.schema import DataConfig, MultiTurnConfig
+from hpcrl.rollout.environments.loop import AgentLoop
+from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
+from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.process_tree import descendants_of
+from tests.rollout.environments.scripted import ScriptedEngine
+
+ENVIRONMENTS = """
+import os, subprocess, sys, time
+from hpcrl.api import Environment, Step, tool
+
+class Counter(Environment):
+    "Says how often it was asked; the third turn is the last."
+    def __init__(self, start: int = 0):
+        self.count = start
+
+    def reset(self, record, seed):
+        self.seed = seed
+        return [{"role": "user", "content": "go on!"}]
+
+    def step(self, turn):
+        self.count += 1
+        done = self.count == 3
+        info = {"count": self.count, "seed": self.seed}
+        return Step([{"role": "user", "content": str(self.count)}], done, self.count / 2, info)
+
+class Hostile(Counter):
+    def reset(self, record, seed):
+        self.how = record["prompt"][0]["content"]
+        if self.how == "reset":
+            raise KeyError("nothing here")
+        return super().reset(record, seed)
+
+    def step(self, turn):
+        how = self.how
+        if how == "raise":
+            raise ValueError("a bad move")
+        if how == "exit":
+            os._exit(3)
+        if how == "kill":
+            os.kill(os.getpid(), 9)
+        if how == "hang":
+            time.sleep(600)
+        if how == "types":
+            return ["not a step"]
+        if how == "nan":
+            return Step(done=True, reward=float("nan"))
+        if how == "memory":
+            kept = [bytearray(1 << 20) for _ in range(2048)]
+        if how == "fork":
+            while True:
+                subprocess.Popen(["sleep", "600"])
+        if how == "file":
+            with open(os.environ["TMPDIR"] + "/big", "wb") as file:
+                while True:
+                    file.write(bytes(1 << 20))
+        if how == "daemon":
+            subprocess.Popen(["setsid", "sleep", "600"])
+        if how == "print":
+            print("x" * 20_000_000)
+        return super().step(turn)
+
+class Lamp(Environment):
+    "A room with a lamp."
+    on = False
+
+    @tool
+    def switch(self, times: int = 1) -> str:
+        "Presses the switch.\\n\\nArgs:\\n    times: how often"
+        for _ in range(times):
+            self.on = not self.on
+        return "on" if self.on else "off"
+"""
+HOSTILE = {
+    "reset": "errors",
+    "raise": "errors",
+    "exit": "crashes",
+    "kill": "crashes",
+    "hang": "timeouts",
+    "types": "errors",
+    "nan": "errors",
+    "memory": "errors",
+    "fork": "crashes",
+    "file": "errors",
+}
+HARMLESS = ("daemon", "print", "plain")
+
+
+@pytest.fixture
+def make(tmp_path: Path, tokenizer: Any) -> Iterator[Callable[..., AgentLoop]]:
+    (tmp_path / "environments.py").write_text(ENVIRONMENTS)
+    made: list[AgentLoop] = []
+
+    def make(name: str, max_open: int = 64, **keys: Any) -> AgentLoop:
+        environment = {"path": str(tmp_path / "environments.py"), "name": name, **keys}
+        cfg = MultiTurnConfig.model_validate({"enable": True, "environment": environment})
+        made.append(AgentLoop(cfg, DataConfig(), tokenizer, max_open=max_open))
+        return made[-1]
+
+    yield make
+    for loop in made:
+        loop.close()
+
+
+def run(
+    loop: AgentLoop, tokenizer: Any, prompts: list[str], says: Callable[[Request], str]
+) -> tuple[list[Trajectory], dict[str, Any]]:
+    def turn(request: Request) -> np.ndarray:
+        return np.array(
+            [*tokenizer(says(request), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id], np.int32
+        )
+
+    requests = [Request(tokenizer(it)["input_ids"], f"file:{row}:0", 0) for row, it in enumerate(prompts)]
+    records = [{"prompt": [{"role": "user", "content": it}], "extra_info": {}} for it in prompts]
+    sampling = SamplingParams(64, eos_token_ids=(tokenizer.eos_token_id,))
+    found, metrics = loop.run(ScriptedEngine(turn), requests, records, sampling, seed=1, step=1)  # type: ignore[arg-type]
+    return found, finish(metrics)
+
+
+def test_rewards_are_on_the_last_tokens_of_turns(make: Callable[..., AgentLoop], tokenizer: Any) -> None:
+    found, metrics = run(make("Counter"), tokenizer, ["ab", "cd"], lambda request: "xy")
+    for one, prompt in zip(found, ("ab", "cd"), strict=True):
+        assert tokenizer.decode(one.prompt_ids) == f"<|bos|>{prompt}go on!"
+        ends = np.flatnonzero((one.token_ids == tokenizer.eos_token_id) & (one.mask == 1))
+        assert len(ends) == one.num_turns == 3
+        assert one.rewards is not None and one.rewards[ends].tolist() == [0.5, 1.0, 1.5]
+        assert one.rewards.sum() == 3.0 and one.finish_reason == "stop"
+        assert one.info is not None and one.info["count"] == 3.0
+    assert found[0].info["seed"] != found[1].info["seed"]  # type: ignore[index]
+    assert metrics["env/steps"] == 6 and metrics["env/reward_per_turn/mean"] == 1.0
+    assert metrics["env/count/mean"] == 3.0
+
+
+def test_few_open_environments_change_nothing(make: Callable[..., AgentLoop], tokenizer: Any) -> None:
+    """One object for each trajectory, of which it keeps the state, whatever runs beside it."""
+    prompts = [f"{number}a" for number in range(9)]
+    few, _ = run(make("Counter", 2), tokenizer, prompts, lambda request: "xy")
+    many, _ = run(make("Counter"), tokenizer, prompts, lambda request: "xy")
+    assert [one.token_ids.tolist() for one in few] == [one.token_ids.tolist() for one in many]
+    assert [one.info for one in few] == [one.info for one in many]
+
+
+def test_methods_are_tools(make: Callable[..., AgentLoop], tokenizer: Any) -> None:
+    calls = [
+        '<tool_call>{"name": "switch", "arguments": {"times": 3}}</tool_call>',
+        '<tool_call>{"name": "switch"}</tool_call>',
+        "off",
+    ]
+
+    def says(request: Request) -> str:
+        return calls[tokenizer.decode(request.prefix_ids).count("</tool_call>")]
+
+    (one,), _ = run(make("Lamp"), tokenizer, ["ab"], says)
+    text = tokenizer.decode(one.token_ids)
+    assert one.num_tool_calls == 2 and text.index("on") < text.index("off")
+
+
+def test_a_failure_costs_its_sample_only(make: Callable[..., AgentLoop], tokenizer: Any, caplog: Any) -> None:
+    """Each kind of it beside others; no process is left of any."""
+    loop = make("Hostile", timeout=3.0, memory_limit_mb=512, max_processes=16, max_file_mb=8)
+    pool: Any = loop._pool
+    prompts = [*HOSTILE, *HARMLESS] * 2
+    found, metrics = run(loop, tokenizer, prompts, lambda request: "xy")
+    for prompt, one in zip(prompts, found, strict=True):
+        if prompt in HOSTILE:
+            assert one.finish_reason == "error", prompt
+            assert not one.mask.any() and not one.rewards.any() and len(one.token_ids)  # type: ignore[union-attr]
+        else:
+            assert one.finish_reason == "stop" and one.num_turns == 3, prompt
+    for fate in ("errors", "crashes", "timeouts"):
+        assert metrics[f"env/{fate}"] == 2 * list(HOSTILE.values()).count(fate), fate
+    deadline = time.monotonic() + 30
+    while len(descendants_of(pool._workers[0].pid)) > 1:  # the process that forks
+        assert time.monotonic() < deadline, [
+            os.readlink(f"/proc/{it}/exe") for it in descendants_of(pool._workers[0].pid)
+        ]
+        pool.pump()
+        time.sleep(0.05)
+    again, _ = run(loop, tokenizer, ["plain"], lambda request: "xy")
+    assert again[0].num_turns == 3
+
+
+def test_a_file_without_the_class_is_one_line(make: Callable[..., AgentLoop]) -> None:
+    with pytest.raises(
+        InputError, match=r"environment\.path=.*: cannot load 'Nothing': ImportError: no class 'Nothing'"
+    ):
+        make("Nothing")
