@@ -289,12 +289,14 @@ def prompt_ids(
 ) -> np.ndarray:
     """Return the tokens of a text, or of a conversation with its generation prompt, int32 (n,). tools: schemas for the
     chat template. Raises InputError if there are too many tokens, or if the template fails."""
-    where, text = "the prompt of an environment", prompt
-    if not isinstance(prompt, str):
+    where, is_text = "the prompt of an environment", isinstance(prompt, str)
+    if isinstance(prompt, str):
+        text = prompt
+    else:
         template = ChatTemplate.of_data(tokenizer, cfg)
         template = template if tools is None else template.with_option("tools", list(tools))
         text = template.text(prompt, where, generation_prompt=True)
-    (ids,) = encode_texts(tokenizer, [text], [where], text is prompt)
+    (ids,) = encode_texts(tokenizer, [text], [where], is_text)
     if not 0 < len(ids) <= cfg.max_prompt_length:
         raise InputError(f"{where} has {len(ids)} tokens; expected 1 to data.max_prompt_length={cfg.max_prompt_length}")
     return np.array(ids, np.int32)

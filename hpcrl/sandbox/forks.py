@@ -1,7 +1,7 @@
 """A process that has loaded code once and forks a child for each key of its requests, which it limits and replaces.
 
 It runs in a worker of a `ProcessPool`. Requests of one key reach one child, in turn; children of other keys run beside
-it. What a child does to itself costs the requests of its own key only.
+it, and do not fail with it.
 
 Imported in the child: standard library only.
 """

@@ -54,6 +54,7 @@ OTHERS = {  # text whose description names a file, and that is no path
     "reward.custom_reward_function.name",
     "rollout.multi_turn.format",
     "rollout.multi_turn.interaction_name",
+    "rollout.multi_turn.environment.name",
     "sft.messages_key",
 }
 

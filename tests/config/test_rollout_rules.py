@@ -57,7 +57,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rollout": {"exact": True, "dtype": "bfloat16"}}, "model.dtype=float32 differs from rollout.dtype=bfloat16"),
     ({"rollout": {"exact": True}, "placement": {"actor": {"tp": 2}}}, "placement.actor.tp=2 differs from"),
-    ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.enable=true without tools and without a user"),
+    ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.enable=true without tools, a user or an environment"),
+    (
+        {"rollout": {"multi_turn": {"enable": True, "environment": {"path": "e.py"}, "interaction_path": "u.py"}}},
+        "environment.path and rollout.multi_turn.interaction_path: an environment has tools of its own; leave one out",
+    ),
     ({"rollout": {"multi_turn": TOOLS, "ignore_eos": True}}, "never ends a turn"),
     (
         {"rollout": {"multi_turn": TOOLS}, "async_training": {"mode": "bounded_staleness"}},

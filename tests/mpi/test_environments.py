@@ -1,0 +1,87 @@
+"""Whole jobs with an environment: rewards of turns reach the advantages, failed samples count nowhere, jobs resume bit
+for bit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcrl.batch.ragged import Ragged
+from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.record.archive import step_path
+from tests.mpi.lab import Lab, interrupted, metrics, on, reused
+
+pytestmark = pytest.mark.ci_world(2)
+
+NAMES = "response_mask", "token_level_scores", "advantages"
+# Random weights end few turns: here every turn may be cut, and is answered.
+ENVIRONMENT = """
+from hpcrl.api import Environment, Step
+
+class Echo(Environment):
+    def reset(self, record, seed):
+        self.seed, self.turns = seed, 0
+        return []
+
+    def step(self, turn):
+        self.turns += 1
+        if self.seed % 5 == 0 and len(turn.text) % 2:
+            raise ValueError("a bad move")
+        reward = sum(map(ord, turn.text)) % 7 / 7
+        done = turn.is_cut or self.turns == 3
+        return Step([{"role": "user", "content": "1"}], done, reward, {"acc": reward, "turns": self.turns})
+"""
+
+
+def sections(lab: Lab, estimator: str) -> dict[str, Any]:
+    environment = {"path": str(lab.folder / "e.py"), "name": "Echo"}
+    return {
+        # Answers come when they come, and exact log-probs do not depend on what is computed with them.
+        "rollout": {"exact": True, "multi_turn": {"enable": True, "environment": environment}},
+        "data": {"max_response_length": 24},
+        "algorithm": {"adv_estimator": estimator, "use_kl_in_reward": False},
+        "reward": {"custom_reward_function": {"path": None}},
+    }
+
+
+@pytest.mark.parametrize("estimator", ["grpo", pytest.param("gae", marks=pytest.mark.exhaustive)])
+def test_a_job_with_an_environment(world: Any, lab: Lab, straight: Any, estimator: str) -> None:
+    if world.rank == 0:
+        (lab.folder / "e.py").write_text(ENVIRONMENT)
+    world.barrier()
+    placement, keys = on(world, tp=min(2, world.size)), sections(lab, estimator)
+    trainer = {"total_training_steps": 2, "save_freq": 1}
+    whole = straight(f"acts_{estimator}", placement, **keys, trainer=trainer)
+    found = metrics(whole)
+    assert all(line["env/steps"] > 24 and line["env/errors"] > 0 for line in found.values())
+    for step in found:
+        tokens, samples, _ = read_step(step_path(whole / "rollouts", step), [*NAMES])
+        check_samples({name: Ragged(*tokens[name]) for name in NAMES}, samples)
+
+    name = f"cut_{estimator}"
+    drawn = interrupted(world, lab, whole, name, saved=1, drawn=2, keep=0.5)
+    resumed = lab.run(name, placement, **keys, trainer=trainer)
+    assert 0 < reused(resumed, 2) == drawn
+    for step, line in metrics(resumed).items():
+        names = [name for name in line if not name.startswith("env/")]  # environments are not asked again
+        assert {name: line[name] for name in names} == {name: found[step].get(name) for name in names}
+
+
+def check_samples(tokens: dict[str, Ragged], samples: dict[str, np.ndarray]) -> None:
+    failed = 0
+    for index, reason in enumerate(samples["finish_reason"].tolist()):
+        mask, scores, advantages = (tokens[name].row(index) for name in NAMES)
+        said = json.loads(samples["extras"][index])
+        if reason == "error":
+            failed += 1
+            assert not mask.any() and not scores.any() and not (mask * advantages).any()
+            assert np.isnan(samples["acc"][index])
+        else:
+            ends = np.flatnonzero(np.diff([*mask, 0]) == -1)  # of turns
+            assert set(np.flatnonzero(scores)) <= set(ends) and len(ends) == said["turns"]
+            assert samples["score"][index] == pytest.approx(scores.sum(), abs=1e-6)
+            assert samples["acc"][index] == pytest.approx(scores[ends[-1]], abs=1e-6)
+    assert 0 < failed < len(samples["finish_reason"])
