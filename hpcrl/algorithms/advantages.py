@@ -135,7 +135,8 @@ def _check_shapes(rewards: Tensor, mask: Tensor, given: Mapping[str, Any]) -> No
 
 
 ESTIMATORS: Registry[AdvEstimator] = Registry(
-    "adv_estimator", "hpcrl.algorithms.outcome_advantages", "hpcrl.algorithms.token_advantages"
+    "adv_estimator",
+    *(f"hpcrl.algorithms.{unit}_advantages" for unit in ("outcome", "token", "turn")),
 )
 
 

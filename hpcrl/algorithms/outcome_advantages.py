@@ -112,18 +112,19 @@ def grpo_passk(
 ) -> Result:
     """Pass@k (Tang et al. 2025, arXiv 2503.19595): only the best response of a group has an advantage.
 
-    It is R_best - R_second, over (std_g + 1e-6) with norm_adv_by_std_in_grpo. A group of one is a ValueError.
+    It is R_best - R_second, over (std_g + 1e-6) with norm_adv_by_std_in_grpo. A group of one is a ValueError, unless
+    the mask is 0 for some samples, which failed; then its advantage is 0.
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
     size, _, std = reductions.group_moments(score, group)
-    if (size < 2).any():
+    if (size < 2).any() and response_mask.any(1).all():
         single = index[int((size < 2).nonzero()[0])]
         raise ValueError(f"grpo_passk needs 2 samples per group; group {single} has 1; raise rollout.n")
     best, second = two_best(score, group)
     lead = score[best] - score[second]
     if norm_adv_by_std_in_grpo:
         lead = lead / (std[best] + 1e-6)
-    advantage = torch.zeros_like(score).index_copy(0, best, lead)
+    advantage = torch.zeros_like(score).index_copy(0, best, lead).masked_fill(size < 2, 0.0)
     return _on_every_token(advantage, token_level_rewards, response_mask)
 
 

@@ -12,6 +12,7 @@ from hpcrl.algorithms.advantages import Result, register_adv_est
 from hpcrl.algorithms.aggregation import Reduce, masked_whiten, one_replica
 from hpcrl.algorithms.outcome_advantages import Gdpo, GroupIds, group_numbers, two_best
 from hpcrl.algorithms.parameters import LazyModule, param, torch
+from hpcrl.algorithms.turn_advantages import GiGpo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,5 +179,5 @@ def _baseline(returns: Tensor, energy: Tensor, valid: Tensor, group: Tensor, han
 
 
 @dataclass(frozen=True)
-class AlgorithmParameters(Gae, Gdpo, TokenBaseline):
+class AlgorithmParameters(Gae, Gdpo, GiGpo, TokenBaseline):
     """The parameters of all built-in estimators, as verl has them in `algorithm`."""

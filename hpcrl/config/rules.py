@@ -22,6 +22,11 @@ def check_algorithm(config: Config, inputs: Collection[str]) -> None:
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a prompt, "
             "and rollout.n=1 leaves nothing to compare; use rollout.n of 2 or more"
         )
+    if "turn_states" in inputs and config.rollout.multi_turn.environment.path is None:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares turns of an environment, and there is none; "
+            "name one (rollout.multi_turn.environment.path), or use grpo"
+        )
     if algorithm.filter_groups.enable and config.rollout.n == 1:
         raise ConfigError(
             "algorithm.filter_groups.enable=true drops prompts whose samples all score the same, "

@@ -127,8 +127,8 @@ class Trajectory:
 
     `mask` int32 is 1 on tokens that the model wrote and 0 on those of tools and users, whose `log_probs` are 0.
     `routed_experts` as in a completion. `pictures` are those that tools returned. prompt_ids int32: if they are not
-    those of the request. rewards fp32: of turns, on their last tokens. info: what an environment said at the end. With
-    the finish reason "error" the environment failed, and `mask` is 0.
+    those of the request. rewards fp32 and states int32: of turns, and of the environment before them, on their last
+    tokens. info: what the environment said at the end. With the finish reason "error" it failed, and `mask` is 0.
     """
 
     token_ids: np.ndarray
@@ -142,6 +142,7 @@ class Trajectory:
     pictures: tuple[ToolPicture, ...] = ()
     prompt_ids: np.ndarray | list[int] | None = None
     rewards: np.ndarray | None = None
+    states: np.ndarray | None = None
     info: Mapping[str, float | str] | None = None
 
     @classmethod

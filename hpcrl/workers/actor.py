@@ -118,7 +118,7 @@ class ActorWorker(ModelWorker):
         reads=(
             *("response_mask", "token_level_scores", "rollout_log_probs"),
             *("old_log_probs?", "ref_log_prob?", "values?", "sum_pi_squared?"),
-            *("prompt", "prompt_length", "reward_components?", "reward_baseline?"),
+            *("turn_states?", "prompt", "prompt_length", "reward_components?", "reward_baseline?"),
         ),
         writes=("token_level_rewards", "advantages", "returns", "rollout_is_weights?", "loss_mask?"),
         group_by="prompt",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpcrl.workers.rollout import RolloutWorker
 
 RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
-WRITTEN = (*RECORDED, "routed_experts?", "pictures?", "turn_rewards?")
+WRITTEN = (*RECORDED, "routed_experts?", "pictures?", "turn_rewards?", "turn_states?")
 
 
 def response_columns(requests: Sequence[Request], trajectories: Sequence[Trajectory]) -> DataProto:
@@ -46,11 +46,15 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
 
 
 def environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
-    """`turn_rewards`, on the last token of each turn, and `environment`, what was said at the end of each sample."""
-    rewards = Ragged.from_rows([found.rewards for found in trajectories if found.rewards is not None], np.float32)
+    """`turn_rewards` and `turn_states`, on the last token of each turn, and `environment`, what was said at the end of
+    each sample."""
+    columns: Columns = {
+        "turn_rewards": Ragged.from_rows([it.rewards for it in trajectories if it.rewards is not None], np.float32),
+        "turn_states": Ragged.from_rows([it.states for it in trajectories if it.states is not None], np.int32),
+    }
     said = np.empty(len(trajectories), object)
     said[:] = [dict(found.info or {}) for found in trajectories]
-    return DataProto({"turn_rewards": rewards}, {"environment": said}, {})
+    return DataProto(columns, {"environment": said}, {})
 
 
 def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:

@@ -22,6 +22,7 @@ from hpcrl.runtime import run_owner
 log = logging.getLogger(__name__)
 
 ARRAYS = {"token_ids": "<i4", "log_probs": "<f4", "mask": "<i4"}
+ACTED = {"prompt_ids": "<i4", "rewards": "<f4", "states": "<i4"}  # of conversations
 FINISH_REASONS = ("stop", "length", "error")
 
 
@@ -111,9 +112,11 @@ class ResponseJournal:
         routing = (
             {"routed_experts": experts.astype("<i2").tobytes(), "num_run": len(experts)} if experts is not None else {}
         )
-        acted: Record = {} if done.rewards is None else {"rewards": done.rewards.astype("<f4").tobytes()}
-        if done.prompt_ids is not None:
-            acted["prompt_ids"] = np.asarray(done.prompt_ids, "<i4").tobytes()
+        acted: Record = {
+            name: np.asarray(getattr(done, name), dtype).tobytes()
+            for name, dtype in ACTED.items()
+            if getattr(done, name) is not None
+        }
         if done.info is not None:
             acted["info"] = dict(done.info)
         return {
@@ -159,15 +162,10 @@ def trajectory_of(record: Mapping[str, Any]) -> Trajectory | None:
             turn_scores=tuple(float(score) for score in record["turn_scores"]),
             routed_experts=experts,
             pictures=tuple(ToolPicture(key, Picture.of(*place), png) for key, *place, png in record["pictures"]),
-            prompt_ids=_array(record, "prompt_ids", "<i4"),
-            rewards=_array(record, "rewards", "<f4"),
             info=record.get("info"),
+            **{name: np.frombuffer(record[name], dtype).copy() for name, dtype in ACTED.items() if name in record},
         )
         is_whole = len({len(array) for array in arrays.values()}) == 1 and done.finish_reason in FINISH_REASONS
     except (KeyError, TypeError, ValueError):
         return None
     return done if is_whole else None
-
-
-def _array(record: Mapping[str, Any], name: str, dtype: str) -> np.ndarray | None:
-    return np.frombuffer(record[name], dtype).copy() if name in record else None

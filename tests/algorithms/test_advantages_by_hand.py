@@ -63,6 +63,24 @@ def test_grpo(name):
     check(dr_grpo, [[-1.0], [5.0], [1.0]])
 
 
+def test_gigpo():
+    """Two samples of two turns with rewards 1, 2 and 0, 4, in states 7, 8 and 7, 9; gamma 0.5.
+
+    Scores 3 and 4: centered -0.5 and 0.5. State 7: returns 1 + 1 = 2 and 0 + 2 = 2, mean 2. States 8 and 9 are of one
+    turn. With another state 8 in place of 9: returns 2 and 4, centered -1 and 1. The third token is not the model's.
+    """
+    rewards = tensor([[0.0, 1.0, 0.0, 2.0], [0.0, 0.0, 0.0, 4.0]])
+    given = {"token_level_rewards": rewards, "response_mask": torch.tensor([[1, 1, 0, 1]] * 2), "index": [3, 3]}
+    config = {"norm_adv_by_std_in_grpo": False, "step_gamma": 0.5, "step_advantage_w": 2.0}
+    apart = advantage("gigpo", config, **given, turn_states=torch.tensor([[0, 7, 0, 8], [0, 7, 0, 9]]))
+    check(apart, [[-0.5, -0.5, 0.0, -0.5], [0.5, 0.5, 0.0, 0.5]])
+    equal = advantage("gigpo", config, **given, turn_states=torch.tensor([[0, 7, 0, 8], [0, 7, 0, 8]]))
+    check(equal, [[-0.5, -0.5, 0.0, -2.5], [0.5, 0.5, 0.0, 2.5]])
+    unit, last = 0.5 / (math.sqrt(0.5) + 1e-6), 1 / (math.sqrt(2) + 1e-6)
+    scaled = advantage("gigpo", {"step_gamma": 0.5}, **given, turn_states=torch.tensor([[0, 7, 0, 8]] * 2))
+    check(scaled, [[-unit, -unit, 0.0, -unit - last], [unit, unit, 0.0, unit + last]])
+
+
 def test_gdpo():
     """acc 0, 1 and format 3, 1 are both -u, u and u, -u with u = 0.5 sqrt 2; 2 acc + format is -u, u.
 

@@ -59,6 +59,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"rollout": {"exact": True}, "placement": {"actor": {"tp": 2}}}, "placement.actor.tp=2 differs from"),
     ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.enable=true without tools, a user or an environment"),
     (
+        {"algorithm": {"adv_estimator": "gigpo"}, "rollout": {"n": 2}},
+        "adv_estimator=gigpo compares turns of an environment, and there is none",
+    ),
+    (
         {"rollout": {"multi_turn": {"enable": True, "environment": {"path": "e.py"}, "interaction_path": "u.py"}}},
         "environment.path and rollout.multi_turn.interaction_path: an environment has tools of its own; leave one out",
     ),

@@ -47,7 +47,9 @@ def sections(lab: Lab, estimator: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("estimator", ["grpo", pytest.param("gae", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "estimator", ["gigpo", *(pytest.param(it, marks=pytest.mark.exhaustive) for it in ("grpo", "gae"))]
+)
 def test_a_job_with_an_environment(world: Any, lab: Lab, straight: Any, estimator: str) -> None:
     if world.rank == 0:
         (lab.folder / "e.py").write_text(ENVIRONMENT)

@@ -78,7 +78,7 @@ class Conversation:
     _token_ids: list[np.ndarray] = field(default_factory=list)
     _log_probs: list[np.ndarray] = field(default_factory=list)
     _masks: list[np.ndarray] = field(default_factory=list)
-    _rewards: dict[int, float] = field(default_factory=dict)  # by place of the token
+    _rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # with states, by place of the token
 
     def add_turn(self, done: Completion) -> None:
         """Append tokens that the model wrote."""
@@ -87,10 +87,10 @@ class Conversation:
         self.finish_reason = done.finish_reason
         self.num_turns += 1
 
-    def add_reward(self, reward: float) -> None:
-        """The reward of the latest turn, on its last token."""
+    def add_reward(self, reward: float, state: int) -> None:
+        """Put the reward of the latest turn, and the number of the state before it, on its last token."""
         if self.num_tokens:
-            self._rewards[self.num_tokens - 1] = reward
+            self._rewards[self.num_tokens - 1] = reward, state
 
     def add_answer(self, answer: Answer, features: Sequence[Tensor] = ()) -> None:
         """Append an answer. features: fp32 (tokens, width) of each of its pictures."""
@@ -116,9 +116,10 @@ class Conversation:
         """Return the whole. One that failed has no token that counts, and a token of its prompt if it has no other."""
         if not self.num_tokens:
             self._add(np.asarray(self.request.prompt_ids[-1:], np.int32), np.zeros(1, np.float32), 0)
-        rewards = np.zeros(self.num_tokens, np.float32)
-        rewards[list(self._rewards)] = list(self._rewards.values())
         has_failed = finish_reason == "error"
+        rewards, states = np.zeros(self.num_tokens, np.float32), np.zeros(self.num_tokens, np.int32)
+        for place, (reward, state) in ({} if has_failed else self._rewards).items():
+            rewards[place], states[place] = reward, state
         return Trajectory(
             np.concatenate(self._token_ids),
             np.concatenate(self._log_probs) * np.float32(not has_failed),
@@ -130,7 +131,8 @@ class Conversation:
             self._routed_experts,
             tuple(self._pictures),
             self.request.prompt_ids,
-            rewards * np.float32(not has_failed),
+            rewards,
+            states,
             info,
         )
 

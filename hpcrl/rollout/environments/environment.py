@@ -43,7 +43,12 @@ class Environment:
 
     Methods marked `@tool` are tools of the model. They may change the object, return what functions marked `@tool`
     return, and raise: the model reads the error.
+
+    state: for estimators that compare turns from equal states (`gigpo`): a text or a number of the state before the
+    next turn; None: turns are compared whose messages before them are equal.
     """
+
+    state: str | int | None = None
 
     def reset(
         self, record: dict[str, Any], seed: int

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcrl.algorithms.metrics import Mean, Metric, Sum
-from hpcrl.rollout.environments.environment import Message, Schema, Step, Turn
-from hpcrl.rollout.environments.environment_worker import EnvironmentSource, Started
+from hpcrl.rollout.environments.environment import Message, Schema, Turn
+from hpcrl.rollout.environments.environment_worker import EnvironmentSource, Started, Stepped
 from hpcrl.rollout.environments.tools import Parser, parsed
 from hpcrl.rollout.environments.turn_handler import Dialog, Record, Reply
 from hpcrl.rollout.protocol import Request
@@ -81,7 +81,9 @@ class EnvironmentResponder:
 
     def poll(self) -> Iterator[tuple[int, Reply | np.ndarray]]:
         self.pool.pump()
-        self._closing = [it for it in self._closing if not self.pool.has(it) or self.pool.take(it) is None]
+        for closed in [it for it in self._closing if self.pool.has(it)]:
+            self.pool.take(closed)
+            self._closing.remove(closed)
         for number in [number for number, (asked, _, _) in self._asked.items() if self.pool.has(asked)]:
             asked, request, dialog = self._asked.pop(number)
             outcome = self.pool.take(asked)
@@ -120,23 +122,25 @@ class EnvironmentResponder:
         """The tokens of the first prompt."""
         if started.tools:
             self._with_tools.add(number)
+        dialog.messages += started.messages
+        dialog.state = started.state
         if not started.messages and started.tools is None:
             return np.asarray(request.prompt_ids, np.int32)
-        dialog.messages += started.messages
         try:
             return self.prompt_of(dialog.record, started.messages, started.tools)
         except InputError as error:
             return self._failed("errors", folded(error))
 
     def _reply(self, outcome: Outcome) -> Reply:
-        step: Step = outcome.result
+        stepped: Stepped = outcome.result
+        step = stepped.step
         self.counts["steps"] += 1
         self._note("reward_per_turn", step.reward or 0.0)
         if step.done:
             for name, value in step.info.items():
                 if not isinstance(value, str):
                     self._note(name, value)
-        return Reply(step.messages, step.done, step.reward or 0.0, info=step.info)
+        return Reply(step.messages, step.done, step.reward or 0.0, info=step.info, state=stepped.state)
 
     def _note(self, name: str, value: float) -> None:
         self.own_metrics.setdefault(name, []).append(value)
@@ -145,8 +149,6 @@ class EnvironmentResponder:
         self.counts[fate] += 1
         self.warned[fate] += 1
         if self.warned[fate] <= MAX_WARNINGS:
-            log.warning("%s: a sample does not count, because its environment failed (%s): %s", TOPIC, fate, why)
+            topic = EnvironmentSource.topic
+            log.warning("%s: a sample does not count, because its environment failed (%s): %s", topic, fate, why)
         return Reply(failed=True)
-
-
-TOPIC = EnvironmentSource.topic

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,10 +26,18 @@ MORE_PROCESSES = 1024  # of the process that forks, beyond those that its childr
 
 
 class Started(NamedTuple):
-    """What `reset` returned. tools: schemas; None: those of the row's prompt."""
+    """What `reset` returned. tools: schemas; None: those of the row's prompt. state: see `Stepped`."""
 
     messages: list[Message]
     tools: list[Schema] | None
+    state: int
+
+
+class Stepped(NamedTuple):
+    """What `step` returned. state: a number of 31 bits, not 0, of the environment's state before the next turn."""
+
+    step: Step
+    state: int
 
 
 @dataclass(frozen=True)
@@ -79,14 +89,22 @@ class Served:
         if request.get(LAST):
             self.made[0].close()
             return Outcome("ok", None)
-        return Outcome("ok", checked(self.made[0].step(request["turn"])))
+        step = checked(self.made[0].step(request["turn"]))
+        return Outcome("ok", Stepped(step, self._state(step.messages)))
 
     def _start(self, record: dict[str, Any], seed: int) -> Started:
         found: Any = self.made[0].reset(record, seed)
         messages, tools = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if tools is None:
             tools = [tool.schema for tool in getattr(self.made[0], "tools", {}).values()] or None
-        return Started(checked_messages(messages, "reset"), None if tools is None else list(tools))
+        checked = checked_messages(messages, "reset")
+        return Started(checked, None if tools is None else list(tools), self._state(checked))
+
+    def _state(self, messages: Sequence[Message]) -> int:
+        """The number of `state`, or else of the messages that the model reads next."""
+        state = getattr(self.made[0], "state", None)
+        text = json.dumps([list(message.values()) for message in messages]) if state is None else str(state)
+        return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=4).digest(), "little") >> 1 or 1
 
 
 def checked(step: Any) -> Step:

@@ -33,13 +33,14 @@ class TurnResult(NamedTuple):
 
 class Reply(NamedTuple):
     """An answer to a turn; without messages it is the last. reward: of the turn. failed: nothing could answer, and the
-    sample does not count. info: of an environment."""
+    sample does not count. info, state: of an environment, a number of it before the next turn."""
 
     messages: Sequence[Message] = ()
     ends: bool = False
     reward: float | None = None
     failed: bool = False
     info: Mapping[str, float | str] | None = None
+    state: int = 0
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Dialog:
     num_tool_calls: int = 0
     turn_scores: list[float] = field(default_factory=list)
     info: Mapping[str, float | str] | None = None
+    state: int = 0  # before the latest turn
 
 
 class Responder(Protocol):
@@ -134,8 +136,9 @@ class TurnHandler:
     def _handle(self, number: int, dialog: Dialog, reply: Reply) -> None:
         dialog.info = reply.info if reply.info is not None else dialog.info
         if reply.reward is not None:
-            dialog.conversation.add_reward(reply.reward)
+            dialog.conversation.add_reward(reply.reward, dialog.state)
             dialog.turn_scores.append(reply.reward)
+        dialog.state = reply.state
         if reply.failed:
             self._end(number, "error")
         elif reply.ends or not reply.messages or dialog.over is not None:
