@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -104,6 +104,17 @@ class SamplingParams:
             raise ValueError(f"top_p={self.top_p}; it must lie in (0, 1]")
 
 
+class Prefill(NamedTuple):
+    """Tokens that were in the cache before a sequence decoded, each time that it started: `computed` by the model, and
+    `reused`, which were cached already."""
+
+    computed: int = 0
+    reused: int = 0
+
+    def plus(self, other: Prefill) -> Prefill:
+        return Prefill(self.computed + other.computed, self.reused + other.reused)
+
+
 @dataclass(frozen=True, eq=False)
 class Completion:
     """The result of a request: `token_ids` int32 (n,) with the end-of-sequence token if there is one; `log_probs` fp32
@@ -112,13 +123,14 @@ class Completion:
     The log-prob of a token is after temperature and before top-k and top-p (greedy: under temperature 1). To continue
     an aborted sequence, make a new request with these tokens appended to its prefix. `routed_experts` int16 (m, layers
     x topk), if requested, are the experts of each token in each MoE layer, from the prompt's first token to the last
-    one that the model has run: all but the last drawn.
+    one that the model has run: all but the last drawn. `prefill` is 0 of engines that do not count it.
     """
 
     token_ids: np.ndarray
     log_probs: np.ndarray
     finish_reason: FinishReason
     routed_experts: np.ndarray | None = None
+    prefill: Prefill = Prefill()
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +156,19 @@ class Trajectory:
     rewards: np.ndarray | None = None
     states: np.ndarray | None = None
     info: Mapping[str, float | str] | None = None
+    prefill: Prefill = Prefill()  # of all turns
 
     @classmethod
     def from_completion(cls, done: Completion) -> Trajectory:
         mask = np.ones(len(done.token_ids), np.int32)
-        return cls(done.token_ids, done.log_probs, mask, done.finish_reason, routed_experts=done.routed_experts)
+        return cls(
+            done.token_ids,
+            done.log_probs,
+            mask,
+            done.finish_reason,
+            routed_experts=done.routed_experts,
+            prefill=done.prefill,
+        )
 
 
 def merge_routed_experts(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
@@ -160,7 +180,8 @@ def merge_routed_experts(first: np.ndarray | None, second: np.ndarray | None) ->
 
 
 class RequestSource(Protocol):
-    """Requests that arrive while others are being answered, such as the next turn of a conversation."""
+    """Requests that arrive while others are being answered, such as the next turn of a conversation, which has the
+    `uid` and `sample_index` of the turn before."""
 
     def take(self, idle: bool) -> Sequence[Request] | None:
         """Return the requests to add now, possibly none; None: no more will come.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.model.blocks.router import NOT_RECORDED
@@ -42,7 +43,18 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
         columns["routed_experts"] = _experts(parts, prompt_length + response_length)
     reasons = np.array([found.finish_reason for found in trajectories], dtype=object)
     samples = {"prompt_length": prompt_length, "response_length": response_length, "finish_reason": reasons}
-    return DataProto(columns, samples, {})
+    return DataProto(columns, samples, {"metrics": _prefill_metrics(trajectories)})
+
+
+def _prefill_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
+    """Return the prefilled tokens of engines that count them."""
+    computed, reused = (sum(counts) for counts in zip((0, 0), *(found.prefill for found in trajectories), strict=True))
+    if not computed + reused:
+        return {}
+    return {
+        "perf/prefill_tokens": Sum(float(computed)),
+        "perf/prefix_cache_hit_tokens": Sum(float(reused)),
+    }
 
 
 def environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:

@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpcrl.algorithms.metrics import Sum
+from hpcrl.algorithms.metrics import Metric, Sum, merge
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams, Trajectory, merge_routed_experts
+from hpcrl.rollout.protocol import (
+    Completion,
+    FinishReason,
+    Prefill,
+    Request,
+    SamplingParams,
+    Trajectory,
+    merge_routed_experts,
+)
 from hpcrl.runtime.mpi import wait_for_ranks
 from hpcrl.workers.prompt_pictures import EncodedPictures
 from hpcrl.workers.response_columns import response_columns
@@ -34,10 +42,12 @@ class Response:
     routed_experts: np.ndarray | None = None
     finish_reason: FinishReason = "abort"
     versions: tuple[int, int] | None = None
+    prefill: Prefill = Prefill()
     is_recalled: bool = False  # drawn by an earlier attempt
 
     def extend(self, more: Completion | Trajectory, version: int) -> None:
         self.finish_reason = more.finish_reason
+        self.prefill = self.prefill.plus(more.prefill)
         if not len(more.token_ids):
             return
         self.token_ids = np.concatenate([self.token_ids, more.token_ids])
@@ -51,7 +61,7 @@ class Response:
 
     def trajectory(self) -> Trajectory:
         return Trajectory.from_completion(
-            Completion(self.token_ids, self.log_probs, self.finish_reason, self.routed_experts)
+            Completion(self.token_ids, self.log_probs, self.finish_reason, self.routed_experts, self.prefill)
         )
 
 
@@ -110,7 +120,8 @@ class ResponseStream:
         found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
         num_recalled = sum(response.is_recalled for response in responses)
         if num_recalled:
-            found.meta_info["metrics"] = {"perf/rollouts_reused": Sum(float(num_recalled))}
+            recalled: dict[str, Metric] = {"perf/rollouts_reused": Sum(float(num_recalled))}
+            found.meta_info["metrics"] = merge([*found.metrics, recalled])
         return found
 
     def run(self, sampling: SamplingParams, version: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.engines.native.kv_cache import FREE, BlockPool
+from hpcrl.rollout.engines.native.kv_cache import FREE, BlockPool, Moves
 
 SIZE = 4
 
@@ -24,7 +24,7 @@ def check(pool: BlockPool, lengths: list[int], content: np.ndarray, names: list[
             assert table[row, pool.count_of[row] - 1] == blocks[-1]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "grow", "remove"]), st.integers(0, 2**16)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["add", "grow", "remove", "exchange"]), st.integers(0, 2**16)), max_size=60))
 def test_rows_keep_their_blocks(actions: list[tuple[str, int]]) -> None:
     pool = BlockPool(60, SIZE, num_rows=10)
     content = np.full((60, 2), -1)
@@ -51,8 +51,13 @@ def test_rows_keep_their_blocks(actions: list[tuple[str, int]]) -> None:
             row, last = value % len(lengths), len(lengths) - 1
             pool.release(np.array([row]))
             if row != last:
-                pool.renumber(np.array([last]), np.array([row]))
+                pool.exchange(Moves(np.array([last]), np.array([row])))
             lengths[row], names[row] = lengths[last], names[last]
             lengths.pop()
             names.pop()
+        elif action == "exchange" and len(lengths) > 1:
+            row, other = value % len(lengths), (value + 1) % len(lengths)
+            pool.exchange(Moves(np.array([row]), np.array([other])))
+            for column in (lengths, names):
+                column[row], column[other] = column[other], column[row]
         check(pool, lengths, content, names)

@@ -51,7 +51,8 @@ def test_rows_move_with_their_tokens() -> None:
         cache = filled(HEADS, num_blocks=num_blocks)
         free = cache.pool.num_free
         before = [cache.planes[0].keys[:, row, :, :length].clone() for row, length in enumerate(LENGTHS)]
-        cache.remove(np.array([0, 2]), Moves(np.array([4, 5]), np.array([0, 2])))
+        cache.free(np.array([0, 2]))
+        cache.exchange(Moves(np.array([4, 5]), np.array([0, 2])))
         names = np.array([4, 1, 5, 3])
         order = np.argsort(-LENGTHS[names], kind="stable")
         cache.reorder(order)
@@ -59,6 +60,10 @@ def test_rows_move_with_their_tokens() -> None:
             assert torch.equal(cache.planes[0].keys[:, row, :, : LENGTHS[name]], before[name])
             assert cache.pool.count_of[row] == -(-LENGTHS[name] // 16)
         assert cache.pool.num_free == free + sum(-(-LENGTHS[row] // 16) for row in (0, 2))
+        long, short = np.flatnonzero(order == 0)[0], np.flatnonzero(order == 1)[0]
+        cache.exchange(Moves(np.array([long]), np.array([short])))
+        for row, name in ((long, names[1]), (short, names[0])):
+            assert torch.equal(cache.planes[0].keys[:, row, :, : LENGTHS[name]], before[name])
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))

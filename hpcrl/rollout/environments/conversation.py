@@ -18,6 +18,7 @@ from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rollout.protocol import (
     Completion,
     FinishReason,
+    Prefill,
     PromptPicture,
     Request,
     ToolPicture,
@@ -75,6 +76,7 @@ class Conversation:
     _pictures: list[ToolPicture] = field(default_factory=list)
     _encoded: list[PromptPicture] = field(default_factory=list)  # the same
     _routed_experts: np.ndarray | None = None
+    _prefill: Prefill = Prefill()
     _token_ids: list[np.ndarray] = field(default_factory=list)
     _log_probs: list[np.ndarray] = field(default_factory=list)
     _masks: list[np.ndarray] = field(default_factory=list)
@@ -84,6 +86,7 @@ class Conversation:
         """Append tokens that the model wrote."""
         self._add(done.token_ids, done.log_probs, 1)
         self._routed_experts = merge_routed_experts(self._routed_experts, done.routed_experts)
+        self._prefill = self._prefill.plus(done.prefill)
         self.finish_reason = done.finish_reason
         self.num_turns += 1
 
@@ -134,6 +137,7 @@ class Conversation:
             rewards,
             states,
             info,
+            self._prefill,
         )
 
     def _add(self, token_ids: np.ndarray, log_probs: np.ndarray, mask: int) -> None:

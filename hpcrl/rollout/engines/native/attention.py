@@ -359,37 +359,68 @@ class DecodeAttention(HostAttention):
         return torch.baddbmm(bias, queries, keys, alpha=scale)
 
 
-PART_TOKENS = 64  # cached tokens that a part of a long prompt attends to at a time
+PART_TOKENS = 64  # cached tokens, at least, that new tokens attend to at a time
+PART_PAIRS = 2**16  # pairs of a new and a cached token at a time: few new tokens attend to many cached ones
 MASKED = -1e30  # finite, so that the maximum of a fully masked part is finite
 
 
-class ContinuedAttention(HostAttention):
-    """The next part of one sequence that is too long for one prefill call.
+class _Continued(NamedTuple):
+    """A sequence with `start` cached tokens, in `row`. Its new ones, `tokens` of the call, attend to about `at_once` at
+    a time, in `spans` of the cache."""
 
-    Processes a few of the sequence's cached tokens at a time, so that its memory depends on the part and not on the
+    row: int
+    start: int
+    tokens: slice
+    at_once: int
+    spans: list[Any]
+
+    @classmethod
+    def all_of(cls, new: NewTokens) -> Iterator[_Continued]:
+        for row, start, length, end in np.stack([new.rows, new.starts, new.lengths, new.lengths.cumsum()], 1).tolist():
+            at_once = max(PART_TOKENS, PART_PAIRS // length)
+            spans = new.cache.spans(row, start + length, at_once)
+            yield cls(row, start, slice(end - length, end), at_once, spans)
+
+
+class ContinuedAttention(HostAttention):
+    """New tokens of sequences that have cached tokens, one sequence after the other.
+
+    Processes a few of a sequence's cached tokens at a time, so that its memory depends on the new tokens and not on the
     sequence.
     """
 
     def __init__(self, new: NewTokens) -> None:
-        self.new = new
-        self._row, self._start = int(new.rows[0]), int(new.starts[0])
-        self._spans = new.cache.spans(self._row, self._start + int(new.lengths[0]), PART_TOKENS)
+        self.new, self._sequences = new, list(_Continued.all_of(new))
 
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
+        is_ring = self.new.cache[layer].heads.window is not None
+        if not is_ring:
+            self.new.store(layer, keys, values)
+        parts = [
+            self._attend(layer, one, queries[one.tokens], keys[one.tokens], values[one.tokens], sinks)
+            for one in self._sequences
+        ]
+        if is_ring:  # whose places new tokens take
+            self.new.store(layer, keys, values)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend(
+        self, layer: int, one: _Continued, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the parts of the cache, in powers of 2,
         because torch's exp is slow on the CPU where it underflows."""
-        window = self.new.cache[layer].heads.window
+        cache = self.new.cache
+        window = cache[layer].heads.window
         if window is None:
-            self.new.store(layer, keys, values)
-            place, parts = 0, (self.new.cache.read(layer, span) for span in self._spans)
+            place, parts = 0, (cache.read(layer, span) for span in one.spans)
         else:
-            place = max(0, self._start - window + 1)
-            parts = (part for part in self._within(layer, place, keys, values))
+            place = max(0, one.start - window + 1)
+            parts = (part for part in self._within(layer, one, place, keys, values))
         tokens, heads, per_head, key_dim = queries.shape
         rows = (queries * (LOG2_E * key_dim**-0.5)).transpose(0, 1).reshape(heads, -1, key_dim)
-        last = self.new.positions.repeat_interleave(per_head)[:, None]
+        last = self.new.positions[one.tokens].repeat_interleave(per_head)[:, None]
         outputs = rows.new_zeros((*rows.shape[:2], values.size(-1)), dtype=torch.float32)
         if sinks is None:
             maxima = outputs.new_full((*rows.shape[:2], 1), MASKED)
@@ -411,15 +442,15 @@ class ContinuedAttention(HostAttention):
             sums = sums * kept + weights.sum(-1, keepdim=True)
             outputs = outputs * kept + torch.bmm(weights.to(values.dtype), part_values.to(values.dtype))
             maxima = new_maxima
-        if window is not None:
-            self.new.store(layer, keys, values)
         outputs = outputs.div_(sums).to(queries.dtype).view(heads, tokens, per_head, -1)
         return outputs.transpose(0, 1)
 
-    def _within(self, layer: int, first: int, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _within(
+        self, layer: int, one: _Continued, first: int, keys: Tensor, values: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield keys and values of the positions from `first` on: those in the ring, then the new ones."""
         cache = self.new.cache
-        old = torch.arange(first, self._start, device=keys.device)
-        old_keys, old_values = (part.to(keys.dtype) for part in cache.read_ring(layer, self._row, old))
+        old = torch.arange(first, one.start, device=keys.device)
+        old_keys, old_values = (part.to(keys.dtype) for part in cache.read_ring(layer, one.row, old))
         both = torch.cat([old_keys, keys.transpose(0, 1)], 1), torch.cat([old_values, values.transpose(0, 1)], 1)
-        yield from zip(*(part.split(PART_TOKENS, 1) for part in both), strict=True)
+        yield from zip(*(part.split(one.at_once, 1) for part in both), strict=True)

@@ -155,7 +155,7 @@ class NativeEngine:
     ) -> list[Completion]:
         if not self._cache.is_allocated:
             raise RuntimeError("the engine is asleep; call wake() before generate()")
-        generation = self._begin(sampling, seed, step, on_finished=on_finished)
+        generation = self._begin(sampling, seed, step, has_source=source is not None, on_finished=on_finished)
         self._generating = True
         try:
             return completed(generation, requests, source, on_step, should_abort)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from hpcrl.model.blocks.attention_modules import CachedAttention
-from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.attention import (
     ContinuedAttention,
     DecodeAttention,
@@ -20,58 +19,15 @@ from hpcrl.rollout.engines.native.attention import (
     PrefillAttention,
     padded_tokens,
 )
-from hpcrl.rollout.engines.native.decoder import Decoder, TokenFeatures
+from hpcrl.rollout.engines.native.decoder import Decoder
+from hpcrl.rollout.engines.native.kept_prefixes import KeptPrefixes
 from hpcrl.rollout.engines.native.kv_cache import KVCache, Moves
+from hpcrl.rollout.engines.native.prefill_tokens import PrefillTokens
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.engines.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
-from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.rollout.protocol import Completion, Prefill, Request, SamplingParams
 from hpcrl.rollout.sampling import request_key, sample_sharded
 from hpcrl.runtime.accelerator import annotated
-
-
-@dataclass(frozen=True, eq=False)
-class PrefillTokens:
-    """Tokens to prefill. ids: int32 (n,). rope_positions: int64 (3, n), if any sequence has pictures. rows: int64 (F,),
-    their placeholder tokens, ascending; features: fp32 (F, width)."""
-
-    ids: np.ndarray
-    rope_positions: np.ndarray | None = None
-    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    features: torch.Tensor | None = None
-    hidden_size: int = 0
-
-    @classmethod
-    def of(cls, sequences: list[Sequence], vision: Vision | None) -> PrefillTokens:
-        """All tokens but the last of each sequence."""
-        ids = np.concatenate([sequence.token_ids()[:-1] for sequence in sequences])
-        if vision is None or not any(sequence.pictures for sequence in sequences):
-            return cls(ids)
-        positions = [sequence.rope_positions(vision)[:, :-1] for sequence in sequences]
-        rows, features, start = [], [], 0
-        for sequence in sequences:
-            for picture in sequence.pictures:
-                rows.append(start + picture.place.start + np.arange(len(picture.features)))
-                features.append(picture.features)
-            start += sequence.num_to_cache
-        all_rows = np.concatenate(rows)
-        return cls(ids, np.concatenate(positions, axis=1), all_rows, torch.cat(features), vision.hidden_size)
-
-    def part(self, start: int, num: int) -> PrefillTokens:
-        """The tokens [start, start + num)."""
-        ids = self.ids[start : start + num]
-        if self.rope_positions is None or self.features is None:
-            return PrefillTokens(ids)
-        first, last = np.searchsorted(self.rows, (start, start + num))
-        positions, rows = self.rope_positions[:, start : start + num], self.rows[first:last] - start
-        return PrefillTokens(ids, positions, rows, self.features[first:last], self.hidden_size)
-
-    def token_features(self, dtype: torch.dtype, device: torch.device) -> TokenFeatures | None:
-        """The features by layer, on `device`."""
-        if self.features is None or not len(self.rows):
-            return None
-        values = self.features.to(device, dtype).split(self.hidden_size, dim=1)
-        return TokenFeatures(torch.from_numpy(self.rows).to(device), values)
-
 
 # Rows are sorted when their padded tokens exceed those of sorted rows by this factor.
 MAX_PADDING = 1.25
@@ -93,6 +49,7 @@ class GenerateCall:
     max_num_batched_tokens: int
     max_model_len: int
     enable_prefix_caching: bool
+    has_source: bool  # requests may come that continue those that have finished
     on_finished: Callable[[int, Completion], None] | None
     completions: dict[int, Completion] = field(default_factory=dict, init=False)
     _num_requests: int = field(default=0, init=False)
@@ -105,6 +62,7 @@ class GenerateCall:
         self._records = self.sampling.routed_experts
         width = self.decoder.routing_width if self._records else 0
         self._batch = RunningBatch(self.max_num_seqs, self.sampling, width)
+        self._kept, self._keeps = KeptPrefixes(self.cache), self.enable_prefix_caching and self.has_source
         self.cache.clear()
 
     @property
@@ -113,28 +71,39 @@ class GenerateCall:
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests, numbered in their order; those with equal contexts are a group."""
+        sequences = []
         for request in requests:
             context = request.context_ids(self.sampling, self.max_model_len, self.decoder.vocab_size)
             key, first = request_key(self.seed, request.uid), len(request.prefix_ids)
             index = group = self._num_requests
             if self.enable_prefix_caching:
-                pictures = np.array([picture.key for picture in request.pictures], np.int64)
-                whole = blake2b(context.tobytes() + pictures.tobytes(), digest_size=16).digest()
+                keys = np.array([picture.key for picture in request.pictures], np.int64)
+                whole = blake2b(context.tobytes() + keys.tobytes(), digest_size=16).digest()
                 group = self._groups.setdefault(whole, index)
             limit, sample = request.num_to_draw(self.sampling), request.sample_index
-            self._scheduler.waiting.append(Sequence(index, context, key, sample, first, limit, group, request.pictures))
+            pictures, uid = request.pictures, request.uid
+            sequences.append(Sequence(index, context, key, sample, first, limit, group, pictures, uid))
+            self._kept.reserve(sequences[-1])
             self._num_requests += 1
+        self._scheduler.put_back(sequence for sequence in sequences if sequence.num_kept)
+        self._scheduler.waiting.extend(sequence for sequence in sequences if not sequence.num_kept)
 
     def step(self) -> None:
         """Prefill the sequences that can be admitted; if there are none, decode one token of all running sequences."""
-        if self._scheduler.can_admit(self._batch.num_rows, self.cache.pool.num_free):
+        if self._scheduler.can_admit(self._batch.num_rows, self._num_available):
             with annotated("prefill"):
                 self._read()
                 groups = set(self._batch.groups[self._batch.rows].tolist())
-                self._prefill(self._scheduler.schedule(groups, self._batch.num_rows, self.cache.pool.num_free))
+                self._prefill(self._scheduler.schedule(groups, self._batch.num_rows, self._num_available))
         else:
             with annotated("decode"):
                 self._decode()
+
+    @property
+    def _num_available(self) -> int:
+        """The blocks that no running sequence has: free ones, and those of kept prefixes."""
+        pool = self.cache.pool
+        return pool.num_blocks - int(pool.count_of[self._batch.rows].sum())
 
     def _decode(self) -> None:
         """Decode one token of all running sequences, and finish those that are complete."""
@@ -152,26 +121,14 @@ class GenerateCall:
 
     def _prefill(self, admission: Admission) -> None:
         """Cache all tokens but the last of each sequence, which decoding starts from."""
-        limit = self.max_num_batched_tokens
-        if admission.prefilled:
-            rows = np.array([self._add(sequence) for sequence in admission.prefilled])
-            lengths = self._batch.cached[rows]
-            self._grow(rows, lengths)
-            tokens = PrefillTokens.of(admission.prefilled, self.decoder.vision)
-            if len(rows) > 1:
-                experts = self._fill(tokens, rows, np.zeros_like(lengths), lengths)
-            else:
-                experts_of = [
-                    self._fill(some := tokens.part(start, limit), rows, np.array([start]), np.array([len(some.ids)]))
-                    for start in range(0, len(tokens.ids), limit)
-                ]
-                experts = np.concatenate(experts_of)
-            if self._records:
-                for sequence, part in zip(admission.prefilled, np.split(experts, lengths.cumsum()[:-1]), strict=True):
-                    if not sequence.routed:  # a preempted sequence keeps its first record
-                        sequence.routed.append(part)
-            if self.cache.layout.has_fixed:
-                self._save_snapshots(rows, admission)
+        kinds: tuple[list[Sequence], list[Sequence]] = [], []
+        for sequence in admission.prefilled:
+            kinds[sequence.num_kept == 0].append(sequence)
+        for sequences in kinds:  # those with kept prefixes first, before blocks of these are needed
+            if sequences:
+                rows = self._prefill_together(sequences)
+                if self.cache.layout.has_fixed:
+                    self._save_snapshots(rows, sequences, admission.joined)
         for sequence in admission.joined:
             source = self._batch.row_of_group(sequence.group)
             row = self._add(sequence)
@@ -179,35 +136,65 @@ class GenerateCall:
                 assert source is not None
                 self._grow(np.array([row]), self._batch.cached[[row]])
                 self.cache.copy_row(source, row, sequence.num_to_cache)
+                sequence.prefill = sequence.prefill.plus(Prefill(reused=sequence.num_to_cache))
                 if self.cache.layout.has_fixed:
                     self.cache.restore(row, self._snapshots[sequence.group])
                 if self._records:
                     sequence.routed = self._batch.sequences[source].routed[:1]
 
-    def _save_snapshots(self, rows: np.ndarray, admission: Admission) -> None:
+    def _prefill_together(self, sequences: list[Sequence]) -> np.ndarray:
+        """Prefill sequences that all have kept prefixes, or none. Return their rows."""
+        starts = np.array([sequence.num_kept for sequence in sequences])
+        rows = np.array([self._add(sequence) for sequence in sequences])
+        lengths = self._batch.cached[rows] - starts
+        self._grow(rows, self._batch.cached[rows])
+        tokens = PrefillTokens.of(sequences, starts, self.decoder.vision)
+        if len(rows) > 1:
+            experts = self._fill(tokens, rows, starts, lengths)
+        else:
+            limit = self.max_num_batched_tokens
+            experts_of = [
+                self._fill(some := tokens.part(first, limit), rows, starts + first, np.array([len(some.ids)]))
+                for first in range(0, len(tokens.ids), limit)
+            ]
+            experts = np.concatenate(experts_of)
+        parts = np.split(experts, lengths.cumsum()[:-1]) if self._records else [None] * len(rows)
+        for sequence, start, length, part in zip(sequences, starts.tolist(), lengths.tolist(), parts, strict=True):
+            sequence.prefill = sequence.prefill.plus(Prefill(length, start))
+            if part is not None and (start or not sequence.routed):  # a preempted sequence keeps its first record
+                sequence.routed = [np.concatenate([*sequence.routed, part])]
+        return rows
+
+    def _save_snapshots(self, rows: np.ndarray, sequences: list[Sequence], joined: list[Sequence]) -> None:
         """Save what further sequences of the groups in `rows` start from: it is overwritten by the next tokens."""
-        wanted = {sequence.group for sequence in (*self._scheduler.waiting, *admission.joined)}
+        wanted = {sequence.group for sequence in (*self._scheduler.waiting, *joined)}
         self._snapshots = {group: saved for group, saved in self._snapshots.items() if group in wanted}
-        for row, sequence in zip(rows, admission.prefilled, strict=True):
+        for row, sequence in zip(rows, sequences, strict=True):
             if sequence.group in wanted and not sequence.drawn:
                 self._snapshots[sequence.group] = self.cache.snapshot(int(row))
 
     def _add(self, sequence: Sequence) -> int:
-        """Add a row for `sequence` to the running batch."""
+        """Add a row for `sequence` to the running batch, which has what is kept of its prefix."""
+        if sequence.num_kept:
+            self._kept.take(sequence, self._batch.num_rows)
+        else:
+            self._kept.leave(self._batch.num_rows)
         shift = 0
         if sequence.pictures:
             assert self.decoder.vision is not None
             shift = int(sequence.rope_positions(self.decoder.vision)[0, -1]) - sequence.num_to_cache
         return self._batch.add(sequence, shift)
 
-    def _grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Assign blocks to `rows` as `BlockBudget.grow` does."""
-        self.cache.pool.grow(rows, num_tokens)
+    def _grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """As the pool's `grow`; kept prefixes make room."""
+        pool = self.cache.pool
+        self._kept.evict(int(pool.missing(rows, num_tokens).sum()))
+        return pool.grow(rows, num_tokens)
 
     def _fill(self, tokens: PrefillTokens, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens, if they are recorded."""
         exact = ExactAttention if isinstance(self.cache, RowCache) else ExactBlockAttention
-        kind = exact if self.decoder.tp.exact else ContinuedAttention if starts[0] else PrefillAttention
+        kind = exact if self.decoder.tp.exact else ContinuedAttention if starts.any() else PrefillAttention
         attention: CachedAttention = kind(NewTokens(self.cache, rows, starts, lengths, tokens.rope_positions))
         chosen: list[torch.Tensor] | None = [] if self._records else None
         device = self.cache.device
@@ -215,6 +202,13 @@ class GenerateCall:
         token_ids = torch.from_numpy(tokens.ids).to(device)
         self.decoder.run(token_ids, attention, chosen, features, cache_only=True)
         return _experts(chosen)
+
+    def _fits(self, num_tokens: np.ndarray) -> bool:
+        """Whether the running sequences can grow to `num_tokens`. Kept prefixes make room."""
+        pool = self.cache.pool
+        missing = int(pool.missing(self._batch.rows, num_tokens).sum())
+        self._kept.evict(missing)
+        return missing <= pool.num_free
 
     def _preempt(self) -> None:
         """Preempt the sequences that joined last, until the next tokens of the others fit."""
@@ -232,19 +226,31 @@ class GenerateCall:
     def _finish(self) -> None:
         stopped, at_limit = self._batch.stopped(), self._batch.at_limit()
         rows = np.flatnonzero(stopped | at_limit)
-        for sequence, has_stopped in zip(self._remove(rows), stopped[rows], strict=True):
+        for sequence, has_stopped in zip(self._remove(rows, keeps=self._keeps), stopped[rows], strict=True):
             completion = sequence.completion("stop" if has_stopped else "length")
             self.completions[sequence.index] = completion
             if self.on_finished is not None:
                 self.on_finished(sequence.index, completion)
 
-    def _remove(self, rows: np.ndarray) -> list[Sequence]:
+    def _remove(self, rows: np.ndarray, *, keeps: bool = False) -> list[Sequence]:
+        """Remove `rows`, ascending if they are kept, from the batch."""
         if not len(rows):
             return []
+        counts = self._num_run(rows).tolist()
         sequences, moves = self._batch.remove(rows)
-        self.cache.remove(rows, moves)
+        if not keeps:
+            self.cache.free(rows)
+        self.cache.exchange(moves)
         self._left(rows, moves)
+        if keeps:
+            places = [*moves.sources, *rows[len(moves.targets) :]]  # the first ones have been exchanged
+            for sequence, row, count in zip(sequences, places, counts, strict=True):
+                self._kept.keep(sequence, int(row), count)
         return sequences
+
+    def _num_run(self, rows: np.ndarray) -> np.ndarray:
+        """Return the tokens that the cache of `rows` contains, int64 (n,)."""
+        return self._batch.cached[rows]
 
     def _left(self, rows: np.ndarray, moves: Moves) -> None:
         """Follow the removal of `rows` from the batch; `moves` are those of rows that take their places."""
@@ -276,11 +282,12 @@ class RowCall(GenerateCall):
             self.cache.reorder(order)
 
     def _decode(self) -> None:
-        self._preempt()
-        self._sort()
         batch = self._batch
+        if not self._fits(batch.cached[batch.rows] + 1):
+            self._preempt()
+        self._sort()
         rows = np.arange(batch.num_rows)
-        self.cache.pool.grow(rows, batch.cached[rows] + 1)
+        self._grow(rows, batch.cached[rows] + 1)
         places = batch.cached[rows]
         shifted = None if self.decoder.vision is None else places + batch.rope_shifts[rows]
         new = NewTokens(self.cache, rows, places, np.ones_like(rows), shifted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,10 +53,10 @@ class BlockBudget:
         self.num_free += int(self.count_of[rows].sum())
         self.count_of[rows] = 0
 
-    def renumber(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Rename rows `sources` to `targets`, which have no blocks."""
-        self.count_of[targets] = self.count_of[sources]
-        self.count_of[sources] = 0
+    def exchange(self, moves: Moves) -> None:
+        """Exchange the blocks of each source with those of its target."""
+        sources, targets = moves
+        self.count_of[sources], self.count_of[targets] = self.count_of[targets], self.count_of[sources]
 
 
 class BlockPool(BlockBudget):
@@ -107,10 +107,10 @@ class BlockPool(BlockBudget):
         super().release(rows)
         self.row_of[: self.extent][np.isin(self.row_of[: self.extent], rows)] = FREE
 
-    def renumber(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        super().renumber(sources, targets)
+    def exchange(self, moves: Moves) -> None:
+        super().exchange(moves)
         new_row = np.arange(-1, len(self.count_of))  # by old row + 1, as FREE is -1
-        new_row[sources + 1] = targets
+        new_row[moves.sources + 1], new_row[moves.targets + 1] = moves.targets, moves.sources
         self.row_of[: self.extent] = new_row[self.row_of[: self.extent] + 1]
 
 
@@ -143,6 +143,7 @@ class LayeredCache:
     layout: CacheLayout
     num_rows: int
     device: torch.device
+    pool: BlockBudget
 
     def __post_init__(self) -> None:
         self.allocate()
@@ -177,11 +178,6 @@ class LayeredCache:
         for part, saved in zip(self._fixed(row), snapshot, strict=True):
             part.copy_(saved)
 
-    def move_fixed(self, moves: Moves) -> None:
-        """Copy what rows have in layers that do not keep all tokens to the rows whose places they take."""
-        for source, target in zip(*moves, strict=True) if self.layout.has_fixed else ():
-            self.restore(target, self._fixed(source))
-
     def _fixed(self, row: int) -> Iterator[Tensor]:
         for plane in self.planes:
             if plane.heads.window is not None:
@@ -190,6 +186,14 @@ class LayeredCache:
 
     def clear(self) -> None:
         """Free all rows."""
+        raise NotImplementedError
+
+    def free(self, rows: np.ndarray) -> None:
+        """Free the blocks of `rows`."""
+        self.pool.release(rows)
+
+    def exchange(self, moves: Moves) -> None:
+        """Exchange what each source has cached with what its target has, if it has anything."""
         raise NotImplementedError
 
     def _plane(self, heads: CachedHeads, layers: tuple[int, ...]) -> Plane:
@@ -218,6 +222,7 @@ class KVCache(LayeredCache):
     num_rows: int
     dtype: torch.dtype
     device: torch.device
+    pool: BlockPool = field(init=False)
 
     def _plane(self, heads: CachedHeads, layers: tuple[int, ...]) -> Plane:
         # Zeros, because a masked position still multiplies its value by 0, and memory as found may hold NaN.
@@ -290,8 +295,10 @@ class KVCache(LayeredCache):
         count = self.ring_blocks(heads)
         return slice(row * count, (row + 1) * count)
 
-    def remove(self, rows: np.ndarray, moves: Moves) -> None:
-        """Free the blocks of `rows`; `moves` are those of rows that take their places."""
-        self.pool.release(rows)
-        self.pool.renumber(*moves)
-        self.move_fixed(moves)
+    def exchange(self, moves: Moves) -> None:
+        for source, target in zip(*moves, strict=True) if self.layout.has_fixed else ():
+            displaced = self.snapshot(target) if self.pool.count_of[target] else []
+            self.restore(target, self._fixed(source))
+            if displaced:
+                self.restore(source, displaced)
+        self.pool.exchange(moves)

@@ -264,16 +264,23 @@ class PagedCall(GenerateCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.paged.state.clear(self.trainer_step)
+        if self._records and self.cache.layout.has_fixed:
+            self._keeps = False  # states have a turn's last token, whose experts are not read
 
     def _add(self, sequence: Sequence) -> int:
         row = super()._add(sequence)
         self.paged.state.join(self._batch, row)
+        self._push(self.cache.pool.blocks_of(row))  # of a kept prefix
         return row
 
-    def _grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Assign blocks to `rows` as `BlockPool.grow` does, on the device too."""
+    def _grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        blocks = super()._grow(rows, num_tokens)
+        self._push(blocks)
+        return blocks
+
+    def _push(self, blocks: np.ndarray) -> None:
+        """Push the assignment of `blocks` to the device."""
         pool = self.cache.pool
-        blocks = pool.grow(rows, num_tokens)
         self.paged.state.grow(pool.row_of[blocks], pool.order_of[blocks], blocks)
 
     def _left(self, rows: np.ndarray, moves: Moves) -> None:
@@ -287,8 +294,8 @@ class PagedCall(GenerateCall):
         A sequence that has stopped draws one more token, which is dropped. One that reaches its limit does not, because
         its last step is read at once.
         """
-        batch, pool = self._batch, self.cache.pool
-        if pool.missing(batch.rows, self._next_lengths()).sum() > pool.num_free:
+        batch = self._batch
+        if not self._fits(self._next_lengths()):
             self._read()  # what stopped frees its blocks, and a preempted sequence continues from its last token
             self._preempt()
         if not batch.num_rows:
@@ -300,6 +307,11 @@ class PagedCall(GenerateCall):
             self._append(earlier)
         if batch.at_limit(num_ahead=1).any():
             self._read()
+
+    def _num_run(self, rows: np.ndarray) -> np.ndarray:
+        # A step in flight has run the last token, too, and states cannot be taken back.
+        cached = super()._num_run(rows)
+        return cached + 1 if self._in_flight is not None and self.cache.layout.has_fixed else cached
 
     def _next_lengths(self) -> np.ndarray:
         """Return the cached tokens of each row after the next step, int64 (rows,)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -123,15 +124,28 @@ class RowCache(LayeredCache):
     def _ring(self, heads: CachedHeads, row: int) -> int:
         return row
 
-    def remove(self, rows: np.ndarray, moves: Moves) -> None:
-        """Free `rows`; `moves` are those of rows that take their places."""
-        self.pool.release(rows)
+    def free(self, rows: np.ndarray) -> None:
+        super().free(rows)
         self._drop(rows)
+
+    def exchange(self, moves: Moves) -> None:
         for source, target in zip(*moves, strict=True):
-            self.copy_row(source, target, int(self.pool.count_of[source]) * self.block_size)
-        self.move_fixed(moves)
-        self._drop(moves.sources)
-        self.pool.renumber(*moves)
+            of_source, of_target = (self.pool.count_of[[source, target]] * self.block_size).tolist()
+            displaced = [part.clone() for part in self._parts(target, of_target)]
+            if displaced:
+                self._drop(np.array([target]))
+            _copy(self._parts(source, of_source), self._parts(target, of_source))
+            self._drop(np.array([source]))
+            _copy(displaced, self._parts(source, of_target))
+        self.pool.exchange(moves)
+
+    def _parts(self, row: int, num_tokens: int) -> Iterator[Tensor]:
+        """Yield views of what a row of `num_tokens` tokens has; none if it has no token."""
+        if num_tokens:
+            for plane in self.planes:
+                for tensor in plane.owned if plane.heads.window is None else ():
+                    yield tensor[:, row, :, :num_tokens]
+            yield from self._fixed(row)
 
     def reorder(self, order: np.ndarray) -> None:
         """Make row `order[i]` row i, for int64 (n,), a permutation of the first n rows."""
@@ -176,3 +190,8 @@ class RowCache(LayeredCache):
             end = (start + row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
             if first < end:
                 memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
+def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

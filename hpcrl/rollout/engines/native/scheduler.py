@@ -11,7 +11,7 @@ import numpy as np
 from hpcrl.model.blocks.rope_angles import rope_positions
 from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.kv_cache import Moves
-from hpcrl.rollout.protocol import Completion, FinishReason, PromptPicture, SamplingParams
+from hpcrl.rollout.protocol import Completion, FinishReason, Prefill, PromptPicture, SamplingParams
 from hpcrl.rollout.sampling import uniforms
 
 
@@ -23,7 +23,7 @@ class Sequence:
     is the index of the first known sequence of equal context. `drawn` are its tokens up to when it last left the
     running batch, or a little earlier, in parts: ids int32 (n,) and log-probs fp32 (n,). `routed` are the experts of
     the tokens run by then, int16 (n, layers x topk), also in parts; the first part is the context without its last
-    token.
+    token. While it waits, `num_kept` tokens of its context are in a kept prefix.
     """
 
     index: int
@@ -34,8 +34,16 @@ class Sequence:
     max_new_tokens: int
     group: int
     pictures: tuple[PromptPicture, ...] = ()
+    uid: str = ""
+    num_kept: int = 0
+    prefill: Prefill = Prefill()
     drawn: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     routed: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def trajectory(self) -> tuple[str, int]:
+        """What the turns of a conversation have in common."""
+        return self.uid, self.sample_index
 
     @property
     def num_drawn(self) -> int:
@@ -59,7 +67,7 @@ class Sequence:
         ids, log_probs = zip((np.zeros(0, np.int32), np.zeros(0, np.float32)), *self.drawn, strict=True)
         routed = np.concatenate(self.routed) if self.routed else None
         self.drawn, self.routed = [], []
-        return Completion(np.concatenate(ids), np.concatenate(log_probs), reason, routed)
+        return Completion(np.concatenate(ids), np.concatenate(log_probs), reason, routed, self.prefill)
 
 
 @dataclass
@@ -72,7 +80,7 @@ class Admission:
 
 
 class Scheduler:
-    """First come, first served; preempted sequences come before those that have not started.
+    """First come, first served; preempted sequences, and turns whose prefix is kept, come before the others.
 
     At most `max_num_seqs` run. A prefill call is padded to its longest sequence, and padding counts towards
     `max_num_batched_tokens`, because it takes memory. A longer sequence is prefilled by itself. An admission leaves one
@@ -86,7 +94,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:
-        """Requeue preempted sequences at the front, the one that started first before the others."""
+        """Queue sequences that have started, or whose conversation has, at the front, in their order."""
         self.waiting.extendleft(reversed(list(sequences)))
 
     def can_admit(self, num_running: int, num_free_blocks: int) -> bool:
@@ -100,15 +108,17 @@ class Scheduler:
         return sequence.num_to_cache // self._block_size + 1
 
     def schedule(self, running_groups: set[int], num_running: int, num_free_blocks: int) -> Admission:
-        """Return the sequences that can join `num_running` sequences with contexts `running_groups`."""
+        """Return the sequences that can join `num_running` sequences with contexts `running_groups`. num_free_blocks:
+        blocks that no running sequence has, those of kept prefixes included."""
         admission, groups, longest = Admission(), set(running_groups), 0
         while self.waiting and num_running < self._max_num_seqs:
             sequence = self.waiting[0]
-            tokens = sequence.num_to_cache
+            tokens = sequence.num_to_cache - sequence.num_kept
             num_free_blocks -= self._num_blocks(sequence)
             if num_free_blocks < num_running:
                 break
-            if tokens == 0 or (not sequence.drawn and sequence.group in groups):
+            has_equal = not sequence.drawn and not sequence.num_kept and sequence.group in groups
+            if tokens == 0 or has_equal:
                 admission.joined.append(sequence)
             else:
                 longest = max(longest, tokens)
