@@ -556,7 +556,9 @@ class RolloutConfig(EngineConfig, OpenSection):
     top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
     top_p: PositiveFraction = Field(1.0, description="nucleus probability mass")
     ignore_eos: bool = Field(False, description="continue to max_response_length after an end-of-sequence token")
-    enable_prefix_caching: bool = Field(True, description="prefill a prompt once for all samples of its group")
+    enable_prefix_caching: bool = Field(
+        True, description="prefill a prompt once for all samples of its group, and a turn once for the turns after it"
+    )
     free_cache_engine: bool = Field(True, description="give the KV cache back between generations")
     exact: bool = Field(
         False, description="bitwise the training's log-probs: the actor's dtype and tp, one thread on a CPU; slow"
