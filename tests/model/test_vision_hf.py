@@ -28,6 +28,7 @@ from tests.model.vision_models import (
     save_vision_model,
     their_log_probs,
 )
+from tests.rollout.turns import Turns
 from tests.strict_device.load import load
 
 
@@ -116,6 +117,14 @@ def test_decoding_equals_prefill_and_both_equal_transformers(name: str, tmp_path
     for found, done in zip(elsewhere.generate(requests, sampling, seed=0, step=0), decoded, strict=True):
         assert found.token_ids.tolist() == done.token_ids.tolist()
         np.testing.assert_allclose(found.log_probs, done.log_probs, rtol=0, atol=1e-5)
+    caching = NativeEngine(shape, None, 0, 1, torch.float32, **options)
+    Safetensors(tmp_path).load(shape, shards(shape), caching.weights())
+    longer = replace(sampling, max_new_tokens=40)
+    turns = (Turns(requests, num_turns=3, limit=4).run(each, longer) for each in (engine, caching))
+    for plain, found in zip(*turns, strict=True):
+        assert found.token_ids.tolist() == plain.token_ids.tolist()
+        np.testing.assert_allclose(found.log_probs, plain.log_probs, rtol=0, atol=1e-5)
+        assert found.prefill.reused > 0 and plain.prefill.reused == 0
     for first in (1, 4, 8):
         parts = [replace(it, prefix_ids=done.token_ids[:first]) for it, done in zip(requests, decoded, strict=True)]
         for part, done in zip(engine.generate(parts, sampling, seed=0, step=0), decoded, strict=True):

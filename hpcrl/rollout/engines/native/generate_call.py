@@ -121,10 +121,9 @@ class GenerateCall:
 
     def _prefill(self, admission: Admission) -> None:
         """Cache all tokens but the last of each sequence, which decoding starts from."""
-        kinds: tuple[list[Sequence], list[Sequence]] = [], []
-        for sequence in admission.prefilled:
-            kinds[sequence.num_kept == 0].append(sequence)
-        for sequences in kinds:  # those with kept prefixes first, before blocks of these are needed
+        continued = [sequence for sequence in admission.prefilled if sequence.num_kept]
+        others = [sequence for sequence in admission.prefilled if not sequence.num_kept]
+        for sequences in (continued, others):  # in this order, because the others may evict kept prefixes
             if sequences:
                 rows = self._prefill_together(sequences)
                 if self.cache.layout.has_fixed:
@@ -203,18 +202,12 @@ class GenerateCall:
         self.decoder.run(token_ids, attention, chosen, features, cache_only=True)
         return _experts(chosen)
 
-    def _fits(self, num_tokens: np.ndarray) -> bool:
-        """Whether the running sequences can grow to `num_tokens`. Kept prefixes make room."""
-        pool = self.cache.pool
-        missing = int(pool.missing(self._batch.rows, num_tokens).sum())
-        self._kept.evict(missing)
-        return missing <= pool.num_free
-
     def _preempt(self) -> None:
-        """Preempt the sequences that joined last, until the next tokens of the others fit."""
+        """Evict kept prefixes and preempt the sequences that joined last, until the next tokens of the others fit."""
         batch, pool = self._batch, self.cache.pool
         latest = batch.latest_first()
         missing = pool.missing(latest, batch.cached[latest] + 1)
+        self._kept.evict(int(missing.sum()))
         # by number of preempted sequences: blocks that the others lack, and blocks that are free
         lacking = missing.sum() - np.concatenate([[0], missing.cumsum()])
         free = pool.num_free + np.concatenate([[0], pool.count_of[latest].cumsum()])
@@ -282,10 +275,9 @@ class RowCall(GenerateCall):
             self.cache.reorder(order)
 
     def _decode(self) -> None:
-        batch = self._batch
-        if not self._fits(batch.cached[batch.rows] + 1):
-            self._preempt()
+        self._preempt()
         self._sort()
+        batch = self._batch
         rows = np.arange(batch.num_rows)
         self._grow(rows, batch.cached[rows] + 1)
         places = batch.cached[rows]

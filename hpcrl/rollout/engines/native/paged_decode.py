@@ -294,8 +294,10 @@ class PagedCall(GenerateCall):
         A sequence that has stopped draws one more token, which is dropped. One that reaches its limit does not, because
         its last step is read at once.
         """
-        batch = self._batch
-        if not self._fits(self._next_lengths()):
+        batch, pool = self._batch, self.cache.pool
+        missing = int(pool.missing(batch.rows, self._next_lengths()).sum())
+        self._kept.evict(missing)
+        if missing > pool.num_free:
             self._read()  # what stopped frees its blocks, and a preempted sequence continues from its last token
             self._preempt()
         if not batch.num_rows:
