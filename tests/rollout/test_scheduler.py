@@ -73,3 +73,14 @@ def test_preempted_sequences_come_first_in_their_order() -> None:
     others = make_sequences(1, 1)
     scheduler.put_back(others)
     assert list(scheduler.waiting)[:2] == others
+
+
+def test_kept_tokens_are_not_prefilled_but_take_blocks() -> None:
+    sequences = make_sequences(90, 90, 9, groups=(7, 7, 8))
+    for sequence, kept in zip(sequences, (85, 84, 0), strict=True):
+        sequence.num_kept = kept
+    # Equal contexts do not join either: each has a cache of its own.
+    assert split(make_scheduler(*sequences, max_num_batched_tokens=27).schedule(set(), 0, PLENTY)) == ([0, 1, 2], [])
+    assert split(make_scheduler(*sequences, max_num_batched_tokens=26).schedule(set(), 0, PLENTY)) == ([0, 1], [])
+    assert split(make_scheduler(*sequences).schedule({7}, 1, 2 * 23 + 2)) == ([0, 1], [])
+    assert split(make_scheduler(*sequences).schedule({7}, 1, 2 * 23 + 1)) == ([0], [])

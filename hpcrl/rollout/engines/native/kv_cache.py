@@ -18,6 +18,11 @@ from hpcrl.rollout.engines.cache_layout import CacheLayout
 FREE = -1
 
 
+def copy_parts(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
 class Moves(NamedTuple):
     """Rows `sources` that become rows `targets`, int64 (n,) each."""
 
@@ -175,8 +180,7 @@ class LayeredCache:
         return [part.clone() for part in self._fixed(row)]
 
     def restore(self, row: int, snapshot: Iterable[Tensor]) -> None:
-        for part, saved in zip(self._fixed(row), snapshot, strict=True):
-            part.copy_(saved)
+        copy_parts(snapshot, self._fixed(row))
 
     def _fixed(self, row: int) -> Iterator[Tensor]:
         for plane in self.planes:

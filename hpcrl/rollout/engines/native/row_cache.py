@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcrl.kernels.fp8_matrix import rounded
 from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.rollout.engines.cache_layout import CacheLayout
-from hpcrl.rollout.engines.native.kv_cache import BlockBudget, LayeredCache, Moves, Plane
+from hpcrl.rollout.engines.native.kv_cache import BlockBudget, LayeredCache, Moves, Plane, copy_parts
 from hpcrl.runtime.exits import InputError
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE; the module has it from Python 3.13 on
@@ -134,9 +134,9 @@ class RowCache(LayeredCache):
             displaced = [part.clone() for part in self._parts(target, of_target)]
             if displaced:
                 self._drop(np.array([target]))
-            _copy(self._parts(source, of_source), self._parts(target, of_source))
+            copy_parts(self._parts(source, of_source), self._parts(target, of_source))
             self._drop(np.array([source]))
-            _copy(displaced, self._parts(source, of_target))
+            copy_parts(displaced, self._parts(source, of_target))
         self.pool.exchange(moves)
 
     def _parts(self, row: int, num_tokens: int) -> Iterator[Tensor]:
@@ -190,8 +190,3 @@ class RowCache(LayeredCache):
             end = (start + row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
             if first < end:
                 memory.madvise(mmap.MADV_DONTNEED, first, end - first)
-
-
-def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
