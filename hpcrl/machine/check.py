@@ -28,6 +28,7 @@ from hpcrl.runtime.mpi import all_gather_object, broadcast_object
 from hpcrl.runtime.watchdog import format_ranks
 from hpcrl.runtime.world import finish, start_mpi
 from hpcrl.sandbox.isolation import probe_isolation
+from hpcrl.sandbox.task_sandbox import NEEDED, why_unavailable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -51,7 +52,8 @@ def main(engine: Callable[[MPI.Intracomm], list[Finding]] | None) -> NoReturn:
 
     engine: for --trtllm, a collective function that returns the findings.
     """
-    probe_isolation()  # starts processes, so it comes before MPI; the result is cached
+    probe_isolation()  # these start processes, so they come before MPI; the results are cached
+    why_unavailable()
     comm = start_mpi_or_exit(local_findings)
     hosts = all_gather_object(comm, (platform.node(), len(os.sched_getaffinity(0))))
     findings = engine(comm) if engine is not None else local_findings(comm.size)
@@ -118,6 +120,7 @@ def local_findings(ranks: int = 1) -> list[Finding]:
         apex(),
         requirements(),
         sandbox(),
+        task_sandbox(),
         cores(),
         memory(),
         shared_memory(ranks),
@@ -316,6 +319,14 @@ def sandbox() -> Finding:
         f"programs under test can {reach} ({isolation.why_not}); where you score code, allow {needed}",
         needed=False,
     )
+
+
+def task_sandbox() -> Finding:
+    """Sandboxes in which environments run a task's commands."""
+    why = why_unavailable()
+    if why:
+        return Finding("task sandbox", "not here", f"{why}; where environments run commands, {NEEDED}", needed=False)
+    return Finding("task sandbox", "commands run in files of their own, with snapshots, without network")
 
 
 def cores() -> Finding:

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, util
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
@@ -108,6 +109,23 @@ def spawn(target: Callable[..., Any], args: tuple[Any, ...]) -> ForkServerProces
     finally:
         sys.modules["__main__"] = main
     return child
+
+
+def call(function: Callable[[], Any]) -> Any:
+    """Result of a function of an importable module, which runs in a child; None if the child dies."""
+    pipe, far_end = context().Pipe()
+    child = spawn(_send_result, (function, far_end))
+    far_end.close()
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+    finally:
+        child.join()
+
+
+def _send_result(function: Callable[[], Any], pipe: Connection) -> None:
+    pipe.send(function())
 
 
 def _run(umask: int | None, target: Callable[..., Any], args: tuple[Any, ...]) -> None:

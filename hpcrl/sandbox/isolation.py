@@ -12,27 +12,18 @@ import ctypes
 import functools
 import os
 import sys
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from hpcrl.sandbox import seccomp
+from hpcrl.sandbox import mounts, seccomp
 from hpcrl.sandbox.process_tree import libc_call
 
 FOLDER = "/box"  # the working folder of the code
 WRITABLE = (FOLDER, "/tmp", "/dev/shm")  # multiprocessing's locks are in /dev/shm
 ROOT = "/tmp"  # where the new root is mounted at first; any folder would do
 MAX_FILES = 16384
-
-CLONE_NEWNS = 1 << 17
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
-MS_BIND, MS_REC, MS_SLAVE = 1 << 12, 1 << 14, 1 << 19
-MNT_DETACH = 2
-KEPT_FLAGS = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC}
 
 
 def enter(shown: list[str], megabytes: int) -> None:
@@ -41,85 +32,23 @@ def enter(shown: list[str], megabytes: int) -> None:
     /proc shows only their own processes, if the kernel lets it be mounted. The working folder becomes one of the empty
     folders. Raises OSError, and changes nothing, if the kernel does not allow it.
     """
-    libc_call("unshare", CLONE_NEWNS)
-    libc_call("mount", None, b"/", None, MS_REC | MS_SLAVE, None)
+    mounts.unshare()
     sources = [os.open(place, os.O_PATH) for place in shown]  # before a mount covers `ROOT`
-    options = f"size={megabytes}m,nr_inodes={MAX_FILES},mode=755".encode()
-    libc_call("mount", b"tmpfs", ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    mounts.mount_memory(ROOT, megabytes, MAX_FILES)
     try:
         for folder in WRITABLE:
             os.makedirs(ROOT + folder)
-        for place, source in zip(shown, sources, strict=True):
-            bind_mount(f"/proc/self/fd/{source}", ROOT + place)
-        for path, flags in mounts_in(ROOT):
-            flags |= MS_REMOUNT | MS_BIND | MS_RDONLY
-            libc_call("mount", None, os.fsencode(path), None, flags, None)
-        mount_proc(f"{ROOT}/proc")
-        os.chdir(ROOT)
-        pivot_root()
+        mounts.show(dict(zip(shown, sources, strict=True)), ROOT)
+        mounts.mount_proc(ROOT)
+        mounts.change_root(ROOT)
     except OSError:
         os.chdir("/")
-        libc_call("umount2", ROOT.encode(), MNT_DETACH)
+        mounts.detach(ROOT)
         raise
     finally:
         for source in sources:
             os.close(source)
     os.chdir(FOLDER)
-
-
-def bind_mount(source: str, target: str) -> None:
-    """Bind-mount a file or folder, with the mounts in it, at `target`, which is created."""
-    if os.path.isdir(source):
-        os.makedirs(target, exist_ok=True)
-    else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
-    libc_call("mount", os.fsencode(source), os.fsencode(target), None, MS_BIND | MS_REC, None)
-
-
-def mounts_in(root: str) -> list[tuple[str, int]]:
-    """Path and flags of each mount below the one at `root`, recursively.
-
-    Found by mount ids, because `root` may cover other mounts with the same paths.
-    """
-    file = os.open(root, os.O_PATH)
-    with open(f"/proc/self/fdinfo/{file}") as info:
-        (number,) = (line.split()[1] for line in info if line.startswith("mnt_id:"))
-    os.close(file)
-    below, found = {number}, []
-    with open("/proc/self/mountinfo", errors="surrogateescape") as table:
-        for line in table:  # parents come first
-            number, parent, _, _, path, options, *_ = line.split(" ")
-            if parent in below:
-                below.add(number)
-                for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-                    path = path.replace(code, character)
-                found.append((path, sum(KEPT_FLAGS.get(option, 0) for option in options.split(","))))
-    return found
-
-
-def mount_proc(folder: str) -> None:
-    """Mount the /proc of this process namespace, if the kernel allows it; containers that hide parts of /proc do not.
-
-    Read-only, because files in /proc/sys are writable for a user who is root outside.
-    """
-    os.mkdir(folder)
-    for options in (b"subset=pid", None):  # subset=pid from Linux 5.8 on
-        try:
-            libc_call("mount", b"proc", folder.encode(), b"proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
-            return
-        except OSError:
-            pass
-
-
-def pivot_root() -> None:
-    """Make the working folder the root of this process's files."""
-    try:
-        libc_call("pivot_root", b".", b".")  # puts the old root on top of the new one
-    except OSError:
-        os.chroot(".")  # on nodes that boot from memory; leaving a chroot needs privileges, which are given up
-    else:
-        libc_call("umount2", b".", MNT_DETACH)
 
 
 def remove_folder(folder: str) -> None:
@@ -137,19 +66,20 @@ def remove_folder(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 27, 1 << 28, 1 << 29, 1 << 30
+CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (1 << bit for bit in range(26, 31))
 INSIDE_UID = 1000  # not 0, the namespace's root
 CAPABILITY_VERSION_3 = 0x20080522
 
 
-def unshare_namespaces() -> None:
-    """Move this process to new user, network and IPC namespaces, and its next child to a new process namespace.
+def unshare_namespaces(others: int = CLONE_NEWPID) -> None:
+    """Move this process to new user, network and IPC namespaces, and to `others`; its next child to a new process
+    namespace if that is among them.
 
     When that child ends, the kernel kills all processes of its namespace. Raises OSError if the kernel does not allow
     it.
     """
     uid, gid = os.geteuid(), os.getegid()
-    libc_call("unshare", CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
+    libc_call("unshare", CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | others)
     for name, text in (
         ("self/setgroups", "deny"),
         ("self/uid_map", f"{INSIDE_UID} {uid} 1"),
@@ -218,19 +148,8 @@ def probe_in_child() -> Isolation:
     """As `probe_isolation`, for a process that uses MPI: a child of the fork server finds out."""
     from hpcrl.sandbox import fork_server
 
-    pipe, far_end = fork_server.context().Pipe()
-    child = fork_server.spawn(_send_isolation, (far_end,))
-    far_end.close()
-    try:
-        found: Isolation = pipe.recv()
-    except EOFError:
-        found = Isolation(False, [], False, DIED)
-    child.join()
-    return found
-
-
-def _send_isolation(pipe: Connection) -> None:
-    pipe.send(probe_isolation())
+    found: Isolation | None = fork_server.call(probe_isolation)
+    return found or Isolation(False, [], False, DIED)
 
 
 def main(shown: list[str]) -> None:

@@ -50,7 +50,10 @@ class Ran(NamedTuple):
 
 
 class SandboxUnavailable(RuntimeError):
-    """The kernel does not isolate programs from the user's files, processes, keys and network."""
+    """The kernel does not isolate programs from the user's files, processes, keys and network, or a task's files cannot
+    be used."""
+
+    user_error = True
 
 
 def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT, *, best_effort: bool = False) -> Ran:
@@ -61,8 +64,7 @@ def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT, *, best_e
     `best_effort` is true: then it can do what the user can, within `limits`. Raises RuntimeError in a process that uses
     MPI, because it starts processes.
     """
-    if "mpi4py.MPI" in sys.modules:
-        raise RuntimeError("run_python was called in a process that uses MPI; call it from a worker process")
+    check_no_mpi("run_python")
     packages = [folder for folder in sys.path if folder.endswith("site-packages")]
     folder = os.path.join(tempfile.gettempdir(), f"hpcrl_sandbox_{os.urandom(8).hex()}")
     isolation = probe_isolation(*packages)
@@ -70,16 +72,7 @@ def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT, *, best_e
         raise SandboxUnavailable(f"this kernel does not isolate programs: {isolation.why_not}")
     isolated = isolation.network, isolation.shown, isolation.filtered
     job = (source, stdin.encode("utf-8", "surrogatepass"), tuple(limits), folder, packages, isolated)
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # for the interpreter
-    supervisor = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-B", SUPERVISOR],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"} | kept,
-        start_new_session=True,
-    )
+    supervisor = start_supervisor(SUPERVISOR)
     try:
         reply, _ = supervisor.communicate(marshal.dumps(job), limits.seconds + SECONDS_TO_CLEAN_UP)
         fate, returncode, stdout, stderr = marshal.loads(reply)
@@ -90,3 +83,22 @@ def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT, *, best_e
         supervisor.send_signal(process_tree.END)  # no effect if it has ended, as it should have
         supervisor.communicate()
     return Ran(fate, returncode, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"))
+
+
+def check_no_mpi(what: str) -> None:
+    if "mpi4py.MPI" in sys.modules:
+        raise RuntimeError(f"{what} was called in a process that uses MPI; call it from a worker process")
+
+
+def start_supervisor(file: str) -> subprocess.Popen[bytes]:
+    """Start a supervisor, with pipes for its input and output, and none of this process's environment."""
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # for the interpreter
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", file],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"} | kept,
+        start_new_session=True,
+    )

@@ -6,14 +6,11 @@ through its standard input and output, which the child does not have.
 
 from __future__ import annotations
 
-import fcntl
 import marshal
 import os
 import resource
-import select
 import signal
 import sys
-import time
 from math import ceil
 from typing import NoReturn
 
@@ -21,42 +18,10 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from hpcrl.sandbox import isolation, process_tree, seccomp
+from hpcrl.sandbox.watched_child import MAX_SIGNALS, MB, Child, Output, sealed_file, set_limits, watch
 
-TICK_SECONDS = 0.05  # between two checks of the number of processes and their memory
 MAX_OPEN_FILES = 256  # of each process
-MAX_THREADS = 1024  # of all processes; the kernel's memory for these, locks and signals is in no count
-MAX_LOCKS = 10_000  # of parts of files
-MAX_SIGNALS = 1024  # pending, and timers
 OUT_OF_MEMORY = 240  # exit code of the child after a MemoryError
-MB = 2**20
-
-
-class Child:
-    """The process that runs the program, with its output so far."""
-
-    def __init__(self, pid: int, stdout: int, stderr: int) -> None:
-        self.pid = pid
-        self.output = {stdout: bytearray(), stderr: bytearray()}
-        self.open = [stdout, stderr]
-        self.status: int | None = None
-        self.cpu_seconds = 0.0
-
-    def read(self, ready: list[int]) -> None:
-        for pipe in ready:
-            try:
-                part = os.read(pipe, 1 << 16)
-            except BlockingIOError:
-                continue
-            self.output[pipe] += part
-            if not part:
-                self.open.remove(pipe)
-
-    def reap(self) -> None:
-        """Reap the child and orphans that this process has adopted."""
-        for pid, status, usage in process_tree.reap():
-            if pid == self.pid:
-                self.status = status
-                self.cpu_seconds = usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
@@ -72,21 +37,23 @@ def main() -> None:
             os.mkdir(folder, 0o700)
         process_tree.signal_on_parent_death(parent, process_tree.END)  # after `unshare_namespaces`, which resets it
         child = start(source, stdin, limits, folder, packages, isolated)
-        fate = watch(child, wake, limits, network)
+        excess = watch(child, wake, limits[0], limits[4], lambda: limits[1] * MB - sockets(network))
     finally:
         process_tree.kill_descendants()
         if not shown:
             isolation.remove_folder(folder)
-    stdout, stderr = (bytes(part[: limits[3] * 1024]) for part in child.output.values())
-    sys.stdout.buffer.write(marshal.dumps((*outcome(child, fate, limits[0]), stdout, stderr)))
+    stdout, stderr = (bytes(output.data[: output.most]) for output in child.output.values())
+    sys.stdout.buffer.write(marshal.dumps((*outcome(child, excess, limits[0]), stdout, stderr)))
 
 
-def start(source: str, stdin: bytes, limits: tuple, folder: str, packages: list[str], isolated: tuple) -> Child:
+def sockets(network: bool) -> int:
+    """Bytes that the program's sockets can hold; network: it has a network namespace of its own."""
+    return process_tree.socket_bytes() if network else 0
+
+
+def start(source: str, stdin: bytes, limits: tuple, folder: str, packages: list[str], isolated: tuple) -> Child[Output]:
     """Fork. In the child, run the program and do not return."""
-    given = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
-    os.write(given, stdin)
-    os.lseek(given, 0, os.SEEK_SET)
-    fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # it is memory
+    given = sealed_file(stdin)
     (stdout, stdout_writer), (stderr, stderr_writer) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -101,9 +68,7 @@ def start(source: str, stdin: bytes, limits: tuple, folder: str, packages: list[
         run(source, packages)
     for file in (given, stdout_writer, stderr_writer):
         os.close(file)
-    for file in (stdout, stderr):
-        os.set_blocking(file, False)
-    return Child(pid, stdout, stderr)
+    return Child(pid, {pipe: Output(limits[3] * 1024) for pipe in (stdout, stderr)})
 
 
 def confine(limits: tuple, folder: str, network: bool, shown: list[str], filtered: bool) -> None:
@@ -125,17 +90,16 @@ def confine(limits: tuple, folder: str, network: bool, shown: list[str], filtere
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     cpu = ceil(seconds) + 1
-    for kind, most in (
-        (resource.RLIMIT_AS, memory_mb * MB),
-        (resource.RLIMIT_CPU, cpu),
-        (resource.RLIMIT_FSIZE, file_mb * MB),
-        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
-        (resource.RLIMIT_SIGPENDING, MAX_SIGNALS),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+    set_limits(
+        (
+            (resource.RLIMIT_AS, memory_mb * MB),
+            (resource.RLIMIT_CPU, cpu),
+            (resource.RLIMIT_FSIZE, file_mb * MB),
+            (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+            (resource.RLIMIT_SIGPENDING, MAX_SIGNALS),
+            (resource.RLIMIT_CORE, 0),
+        )
+    )
     seccomp.leave_keyring()
     try:
         seccomp.install()
@@ -185,42 +149,10 @@ def run(source: str, packages: list[str]) -> NoReturn:
             os._exit(code & 0xFF)
 
 
-def watch(child: Child, wake: int, limits: tuple, network: bool) -> str | None:
-    """Return None when the child has ended, or the fate for which it must be killed."""
-    seconds, memory_mb, _, output_kb, processes = limits
-    end, next_check = time.monotonic() + seconds, 0.0
-    while True:
-        now = time.monotonic()
-        if now >= end:
-            return "timeout"
-        if now >= next_check:
-            alive = process_tree.descendants_of(os.getpid(), processes)
-            used = list(map(process_tree.usage_of, alive))
-            if len(alive) > processes or sum(threads for threads, _ in used) > MAX_THREADS:
-                return "killed"
-            most = memory_mb * MB - (process_tree.socket_bytes() if network else 0)
-            if sum(size for _, size in used) > most and sum(map(process_tree.proportional_bytes, alive)) > most:
-                return "memory"
-            if process_tree.num_locks(alive, MAX_LOCKS) > MAX_LOCKS:
-                return "memory"
-            next_check = now + TICK_SECONDS
-        ready, _, _ = select.select([wake, *child.open], [], [], min(end, next_check) - now)
-        if wake in ready and process_tree.END in os.read(wake, 256):
-            return "killed"
-        child.read([pipe for pipe in ready if pipe != wake])
-        child.reap()
-        if max(map(len, child.output.values())) > output_kb * 1024:
-            return "killed"
-        if child.status is not None:
-            process_tree.kill_descendants()
-            child.read(list(child.open))
-            return None
-
-
-def outcome(child: Child, fate: str | None, seconds: float) -> tuple[str, int]:
+def outcome(child: Child[Output], excess: str | None, seconds: float) -> tuple[str, int]:
     """(fate, return code)."""
-    if fate is not None or child.status is None:
-        return fate or "killed", -signal.SIGKILL
+    if excess is not None or child.status is None:
+        return excess if excess in ("timeout", "memory") else "killed", -signal.SIGKILL
     code = os.waitstatus_to_exitcode(child.status)
     if code == OUT_OF_MEMORY:
         return "memory", 1

@@ -172,7 +172,7 @@ def test_the_network_processes_files_and_sockets_are_out_of_reach(tmp_path: Path
 
 SHOWN = """
 import os, sys
-from hpcrl.sandbox import isolation, process_tree
+from hpcrl.sandbox import isolation, mounts, process_tree
 from hpcrl.sandbox.visible_files import visible_paths
 pivot, package = sys.argv[1:]
 places = visible_paths([package])
@@ -185,8 +185,8 @@ if not pivot:
         if function == "pivot_root":
             raise OSError(22, function)
         process_tree.libc_call(function, *arguments)
-    isolation.libc_call = call
-process_tree.libc_call("unshare", isolation.CLONE_NEWNS)
+    mounts.libc_call = call
+process_tree.libc_call("unshare", mounts.CLONE_NEWNS)
 process_tree.libc_call("mount", b"tmpfs", os.fsencode(package + "/mounted"), b"tmpfs", 0, None)
 open(package + "/mounted/file", "w").close()
 isolation.enter(places, 1)

@@ -1,0 +1,126 @@
+"""Mounts in a mount namespace of this process's own, which needs no privileges in a user namespace.
+
+Linux only, standard library only, as in process_tree.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from hpcrl.sandbox.process_tree import libc_call
+
+CLONE_NEWNS = 1 << 17
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_SLAVE = 1 << 12, 1 << 14, 1 << 19
+MNT_DETACH = 2
+KEPT_FLAGS = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC}
+
+
+def unshare() -> None:
+    """Give this process a mount namespace of its own, whose mounts no other one has, and which end with it."""
+    libc_call("unshare", CLONE_NEWNS)
+    libc_call("mount", None, b"/", None, MS_REC | MS_SLAVE, None)
+
+
+def mount_memory(folder: str, megabytes: int, files: int) -> None:
+    """Mount an empty tmpfs of this size, and with at most so many files."""
+    options = f"size={megabytes}m,nr_inodes={files},mode=755".encode()
+    libc_call("mount", b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
+
+
+def detach(folder: str) -> None:
+    """Unmount what is mounted at a folder, and in it, for this namespace."""
+    libc_call("umount2", folder.encode(), MNT_DETACH)
+
+
+def show(sources: dict[str, int], root: str) -> None:
+    """Bind-mount files and folders, with the mounts in them, below `root`, and make all mounts there read-only.
+
+    sources: for each path below `root`, a file descriptor of what it is to show.
+    """
+    for place, source in sources.items():
+        bind_mount(f"/proc/self/fd/{source}", root, place)
+    for path, flags in mounts_in(root):
+        libc_call("mount", None, os.fsencode(path), None, flags | MS_REMOUNT | MS_BIND | MS_RDONLY, None)
+
+
+def bind_mount(source: str, root: str, place: str) -> None:
+    """Bind-mount a file or folder, with the mounts in it, at the path `place` below `root`, which is created."""
+    with mount_point(root, place, is_folder=os.path.isdir(source)) as target:
+        libc_call("mount", os.fsencode(source), target, None, MS_BIND | MS_REC, None)
+
+
+@contextmanager
+def mount_point(root: str, place: str, *, is_folder: bool = True) -> Iterator[bytes]:
+    """Context with a name of the file or folder `place` below `root`, which is created.
+
+    No link below `root` is followed, because untrusted code may have made it. Raises OSError if there is one.
+    """
+    *parents, last = [part for part in place.split("/") if part]
+    folder = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    try:
+        for part in [*parents, last] if is_folder else parents:
+            with suppress(FileExistsError):
+                os.mkdir(part, 0o755, dir_fd=folder)
+            folder = _enter(folder, part, os.O_DIRECTORY)
+        if not is_folder:
+            with suppress(FileExistsError):
+                os.close(os.open(last, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=folder))
+            folder = _enter(folder, last)
+        yield f"/proc/self/fd/{folder}".encode()
+    finally:
+        os.close(folder)
+
+
+def _enter(folder: int, name: str, flags: int = 0) -> int:
+    """Open what is in a folder, without following a link, and close the folder."""
+    inside = os.open(name, os.O_PATH | os.O_NOFOLLOW | flags, dir_fd=folder)
+    os.close(folder)
+    return inside
+
+
+def mounts_in(root: str) -> list[tuple[str, int]]:
+    """Path and flags of each mount below the one at `root`, recursively.
+
+    Found by mount ids, because `root` may cover other mounts with the same paths.
+    """
+    file = os.open(root, os.O_PATH)
+    with open(f"/proc/self/fdinfo/{file}") as info:
+        (number,) = (line.split()[1] for line in info if line.startswith("mnt_id:"))
+    os.close(file)
+    below, found = {number}, []
+    with open("/proc/self/mountinfo", errors="surrogateescape") as table:
+        for line in table:  # parents come first
+            number, parent, _, _, path, options, *_ = line.split(" ")
+            if parent in below:
+                below.add(number)
+                for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+                    path = path.replace(code, character)
+                found.append((path, sum(KEPT_FLAGS.get(option, 0) for option in options.split(","))))
+    return found
+
+
+def mount_proc(root: str) -> None:
+    """Mount the /proc of this process namespace below `root`, if the kernel allows it; containers that hide parts of
+    /proc do not.
+
+    Read-only, because files in /proc/sys are writable for a user who is root outside.
+    """
+    with mount_point(root, "/proc") as target:
+        for options in (b"subset=pid", None):  # subset=pid from Linux 5.8 on
+            with suppress(OSError):
+                libc_call("mount", b"proc", target, b"proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+                return
+
+
+def change_root(folder: str) -> None:
+    """Make the folder, where something is mounted, the root of this process's files, and its working folder."""
+    os.chdir(folder)
+    try:
+        libc_call("pivot_root", b".", b".")  # puts the old root on top of the new one
+    except OSError:
+        os.chroot(".")  # on nodes that boot from memory; leaving a chroot needs privileges, which are given up
+    else:
+        detach(".")
