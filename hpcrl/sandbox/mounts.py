@@ -6,10 +6,10 @@ Linux only, standard library only, as in process_tree.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from hpcrl.sandbox.process_tree import libc_call
+from hpcrl.sandbox.untrusted_folder import made_below
 
 CLONE_NEWNS = 1 << 17
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
@@ -48,37 +48,8 @@ def show(sources: dict[str, int], root: str) -> None:
 
 def bind_mount(source: str, root: str, place: str) -> None:
     """Bind-mount a file or folder, with the mounts in it, at the path `place` below `root`, which is created."""
-    with mount_point(root, place, is_folder=os.path.isdir(source)) as target:
-        libc_call("mount", os.fsencode(source), target, None, MS_BIND | MS_REC, None)
-
-
-@contextmanager
-def mount_point(root: str, place: str, *, is_folder: bool = True) -> Iterator[bytes]:
-    """Context with a name of the file or folder `place` below `root`, which is created.
-
-    No link below `root` is followed, because untrusted code may have made it. Raises OSError if there is one.
-    """
-    *parents, last = [part for part in place.split("/") if part]
-    folder = os.open(root, os.O_PATH | os.O_DIRECTORY)
-    try:
-        for part in [*parents, last] if is_folder else parents:
-            with suppress(FileExistsError):
-                os.mkdir(part, 0o755, dir_fd=folder)
-            folder = _enter(folder, part, os.O_DIRECTORY)
-        if not is_folder:
-            with suppress(FileExistsError):
-                os.close(os.open(last, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=folder))
-            folder = _enter(folder, last)
-        yield f"/proc/self/fd/{folder}".encode()
-    finally:
-        os.close(folder)
-
-
-def _enter(folder: int, name: str, flags: int = 0) -> int:
-    """Open what is in a folder, without following a link, and close the folder."""
-    inside = os.open(name, os.O_PATH | os.O_NOFOLLOW | flags, dir_fd=folder)
-    os.close(folder)
-    return inside
+    with made_below(root, place, is_folder=os.path.isdir(source)) as target:
+        libc_call("mount", os.fsencode(source), target.encode(), None, MS_BIND | MS_REC, None)
 
 
 def mounts_in(root: str) -> list[tuple[str, int]]:
@@ -108,10 +79,11 @@ def mount_proc(root: str) -> None:
 
     Read-only, because files in /proc/sys are writable for a user who is root outside.
     """
-    with mount_point(root, "/proc") as target:
+    with made_below(root, "/proc") as target:
+        flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
         for options in (b"subset=pid", None):  # subset=pid from Linux 5.8 on
             with suppress(OSError):
-                libc_call("mount", b"proc", target, b"proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+                libc_call("mount", b"proc", target.encode(), b"proc", flags, options)
                 return
 
 

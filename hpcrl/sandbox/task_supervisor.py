@@ -333,19 +333,20 @@ def run_and_reap(act: Callable[[], None]) -> NoReturn:
 
 def main() -> None:
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
-    files, limits = marshal.load(requests)
+    (folder, image, shown, layers), limits = marshal.load(requests)
     os.umask(0o022)
     try:
         process_tree.raise_oom_score()
         seccomp.leave_keyring()
         isolation.unshare_namespaces(mounts.CLONE_NEWNS | isolation.CLONE_NEWUTS)
         socket.sethostname(HOSTNAME)
-        supervisor = Supervisor(Files(*files, disk_mb=limits["disk_mb"], num_files=limits["files"]), limits)
+        files = Files(folder, image, shown, layers, limits["disk_mb"], limits["files"])
     except OSError as error:
         marshal.dump(("failed", describe(error)), replies)
         return
-    marshal.dump(("ready", type(supervisor.files.written).__name__), replies)
+    marshal.dump(("ready", type(files.written).__name__), replies)
     replies.flush()
+    supervisor = Supervisor(files, limits)
     while True:
         try:
             name, *arguments = marshal.load(requests)

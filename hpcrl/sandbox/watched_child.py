@@ -64,7 +64,7 @@ class Child(Generic[Written]):
 
     def __init__(self, pid: int, output: dict[int, Written]) -> None:
         self.pid = pid
-        self.output = output
+        self.output: dict[int, Written] = output
         self.open = list(output)
         self.status: int | None = None
         self.cpu_seconds = 0.0

@@ -14,8 +14,9 @@ import os
 import stat
 from collections.abc import Iterable
 
-from hpcrl.sandbox.mounts import MS_BIND, MS_NODEV, MS_NOSUID, MS_REC, detach, mount_point
+from hpcrl.sandbox.mounts import MS_BIND, MS_NODEV, MS_NOSUID, MS_REC, detach
 from hpcrl.sandbox.process_tree import libc_call
+from hpcrl.sandbox.untrusted_folder import made_below
 
 MAX_LAYERS = 200  # the kernel takes 500, and 4,096 bytes of names
 
@@ -36,10 +37,7 @@ class Layers:
     def mount(self, place: str, view: str) -> None:
         """Mount the files of a place of the view. Raises OSError."""
         below = [_name(layer, place) for layer in reversed(self._below)]
-        if not place:
-            mount_layers([*below, self._start[place]], _name(self._top, place), view.encode())
-            return
-        with mount_point(view, place) as target:
+        with made_below(view, place) as target:
             mount_layers([*below, self._start[place]], _name(self._top, place), target)
 
     @property
@@ -101,7 +99,7 @@ def has_layers() -> bool:
     for name in ("probe/below/folder", "probe/top", "probe/view"):
         os.makedirs(name)
     try:
-        mount_layers(["probe/below"], "probe/top", b"probe/view")
+        mount_layers(["probe/below"], "probe/top", "probe/view")
     except OSError:
         return False
     try:
@@ -114,11 +112,11 @@ def has_layers() -> bool:
         detach("probe/view")
 
 
-def mount_layers(below: list[str], top: str, target: bytes) -> None:
+def mount_layers(below: list[str], top: str, target: str) -> None:
     """Mount the files of the folders `below`, the uppermost first, with changes in the folder `top`."""
     os.makedirs(f"{top}.work", exist_ok=True)  # the kernel's
     options = f"lowerdir={':'.join(below)},upperdir={top},workdir={top}.work,userxattr,index=off".encode()
-    libc_call("mount", b"overlay", target, b"overlay", MS_NOSUID | MS_NODEV, options)
+    libc_call("mount", b"overlay", target.encode(), b"overlay", MS_NOSUID | MS_NODEV, options)
 
 
 def copy(source: str, target: str) -> None:
