@@ -30,6 +30,11 @@ def mount_memory(folder: str, megabytes: int, files: int) -> None:
     libc_call("mount", b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
 
 
+def allow_files(folder: str, files: int) -> None:
+    """Change the number of files that the tmpfs at `folder` may have."""
+    libc_call("mount", None, folder.encode(), None, MS_REMOUNT | MS_NOSUID | MS_NODEV, f"nr_inodes={files}".encode())
+
+
 def detach(folder: str) -> None:
     """Unmount what is mounted at a folder, and in it, for this namespace."""
     libc_call("umount2", folder.encode(), MNT_DETACH)

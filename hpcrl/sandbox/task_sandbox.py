@@ -111,14 +111,14 @@ class TaskSandbox:
         layers = layers and (folder is None or os.stat(folder).st_uid == os.geteuid())
         shown = [] if image is not None else list(_visible(tuple(packages)))
         self._path = PATH if image is not None else f"{os.path.dirname(sys.executable)}:{PATH}"
-        self._num_snapshots = 0
+        self._snapshots: set[int] = set()
         self._supervisor = start_supervisor(SUPERVISOR)
         try:
             places = [os.path.abspath(given) if given is not None else "" for given in (folder, image)]
             self.copied = self._exchange(((*places, shown, layers), limits._asdict()), SECONDS_TO_START) == "Copies"
             excess, code, text, *_ = self._request("prepare", seconds=SECONDS_TO_START)
             if excess or code:
-                raise SandboxUnavailable(f"the sandbox cannot be set up: {excess or _reason(code, text)}")
+                raise SandboxUnavailable(f"the sandbox cannot be set up: {excess or text.decode()}")
         except BaseException:
             self.close()
             raise
@@ -162,14 +162,20 @@ class TaskSandbox:
         It takes neither time nor room, but those of a copy of all files where the kernel has no layers (`copied`).
         Raises OSError if there is no room, or after 200 in one history.
         """
-        self._num_snapshots = self._request("snapshot") + 1
-        return self._num_snapshots - 1
+        number: int = self._request("snapshot")
+        self._snapshots.add(number)
+        return number
 
     def restore(self, snapshot: int) -> None:
         """Return to the files of a snapshot. All snapshots stay. Raises ValueError for a number that is none."""
-        if not 0 <= snapshot < self._num_snapshots:
-            raise ValueError(f"there is no snapshot {snapshot}; there are {self._num_snapshots}, from 0 on")
+        self._check_snapshot(snapshot)
         self._request("restore", snapshot)
+
+    def drop(self, snapshot: int) -> None:
+        """Forget a snapshot, which frees what only it holds. Raises ValueError for a number that is none."""
+        self._check_snapshot(snapshot)
+        self._snapshots.remove(snapshot)
+        self._request("drop", snapshot)
 
     def close(self) -> None:
         """Kill all processes of the sandbox and drop its files. It may be called again."""
@@ -216,6 +222,10 @@ class TaskSandbox:
             raise SandboxUnavailable(reply)
         return reply
 
+    def _check_snapshot(self, snapshot: int) -> None:
+        if snapshot not in self._snapshots:
+            raise ValueError(f"there is no snapshot {snapshot}; expected one of {sorted(self._snapshots)}")
+
     def _check(self, path: str, excess: str, code: int) -> None:
         if excess:
             raise OSError(errno.EIO, f"not done: {excess}", path)
@@ -256,7 +266,3 @@ def _visible(packages: tuple[str, ...]) -> tuple[str, ...]:
 
 def _inside(path: str) -> str:
     return os.path.join(WORKSPACE, path)
-
-
-def _reason(code: int, text: bytes) -> str:
-    return text.decode("utf-8", "replace").strip() or os.strerror(code)

@@ -41,6 +41,7 @@ WORKSPACE, HOME = "/workspace", "/home/agent"
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # not /dev/zero: mapped, it is memory that no process shows
 DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 HOSTNAME = "sandbox"
+FILES_OF_LAYER = 16  # at most
 BYTES_PER_FILE = 1024  # of the kernel's memory
 MAX_OPEN_FILES = 1024  # of each process
 STACK_MB = 8  # of each thread
@@ -80,6 +81,7 @@ class Files:
         else:
             self.written = Copies(start)
         self._places = list(start)
+        self._num_files = num_files
         self.mount()
 
     def mount(self) -> None:
@@ -103,6 +105,8 @@ class Files:
     @contextmanager
     def _mounted_anew(self) -> Iterator[None]:
         mounts.detach(VIEW)
+        self._num_files += FILES_OF_LAYER  # a task that has used up its own can have snapshots, and return to one
+        mounts.allow_files(TMPFS, self._num_files)
         try:
             yield
         finally:
@@ -176,6 +180,9 @@ class Supervisor:
 
     def restore(self, mark: int) -> None:
         self.files.restore(mark)
+
+    def drop(self, mark: int) -> None:
+        self.files.written.drop(mark)
 
     def prepare(self) -> tuple:
         """Make what programs expect and an image may lack. Inside, because its folders may be links to anywhere."""
@@ -321,6 +328,7 @@ def run_and_reap(act: Callable[[], None]) -> NoReturn:
             act()
             code = 0
         except OSError as error:
+            os.write(2, describe(error).encode(errors="surrogateescape"))
             code = error.errno or 1
         finally:
             os._exit(code)

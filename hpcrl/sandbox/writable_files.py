@@ -29,9 +29,10 @@ class Layers:
 
     def __init__(self, start: dict[str, str]) -> None:
         self._start = start
-        self._marks: list[list[int]] = []  # of each snapshot, its layers
+        self._marks: dict[int, list[int]] = {}  # of each snapshot, its layers
+        self.num_marks = 0  # with those that were dropped
         self._below: list[int] = []
-        self._top = 0
+        self._top, self._num_layers = 0, 1
         self._make_top(0)
 
     def mount(self, place: str, view: str) -> None:
@@ -40,19 +41,16 @@ class Layers:
         with made_below(view, place) as target:
             mount_layers([*below, self._start[place]], _name(self._top, place), target)
 
-    @property
-    def num_marks(self) -> int:
-        return len(self._marks)
-
     def snapshot(self) -> None:
         """Keep the files as they are. What was mounted must be mounted anew. Raises OSError; then nothing changes."""
         if len(self._below) == MAX_LAYERS:
             raise OSError(f"more than {MAX_LAYERS} snapshots of one history; restore an earlier one")
         below = [*self._below, self._top]
-        top = 1 + max(map(max, [below, *self._marks]))
-        self._make_top(top)
-        self._marks.append(below)
-        self._below, self._top = below, top
+        self._make_top(self._num_layers)
+        self._marks[self.num_marks] = self._below = below
+        self._top = self._num_layers
+        self._num_layers += 1
+        self.num_marks += 1
 
     def restore(self, mark: int) -> None:
         """Return to the files of a snapshot. What was mounted must be mounted anew."""
@@ -60,6 +58,13 @@ class Layers:
             remove(_name(self._top, place))
         self._make_top(self._top)
         self._below = self._marks[mark]
+
+    def drop(self, mark: int) -> None:
+        """Forget a snapshot, and remove layers that no other one and no file of now needs."""
+        dropped = self._marks.pop(mark)
+        for layer in set(dropped).difference(self._below, *self._marks.values()):
+            for place in self._start:
+                remove(_name(layer, place))
 
     def _make_top(self, layer: int) -> None:
         for place in self._start:
@@ -92,6 +97,10 @@ class Copies:
         """Return to the files of a snapshot. What was mounted must be mounted anew."""
         remove("now")
         copy(f"mark{mark}", "now")
+
+    def drop(self, mark: int) -> None:
+        """Forget a snapshot."""
+        remove(f"mark{mark}")
 
 
 def has_layers() -> bool:
