@@ -17,7 +17,11 @@ slurm/bundle slurm/submit workers/judge workers/weight_transfer
 ELSEWHERE = {
     "sandbox/new_files": "the place that opens files for the others",
     "sandbox/fork_server": "in a folder that mkdtemp has made",
-    "sandbox/isolation": "in the sandbox's own root, and /proc",
+    "sandbox/isolation": "/proc",
+    "sandbox/untrusted_folder": "new files, in folders that it opens without links",
+    "sandbox/task_archive": "new files, in folders of untrusted_folder",
+    "sandbox/task_supervisor": "pipes; files by processes inside the sandbox",
+    "sandbox/writable_files": "in the tmpfs of its own mount namespace",
     "sandbox/process_tree": "/proc",
     "rollout/engines/vllm/core": "in a folder that mkdtemp has made",
     "machine/measure": "a name with a random number",

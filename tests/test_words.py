@@ -42,7 +42,7 @@ INSTEAD = {  # pattern, as a word or a part of a name -> what to write
 }
 ALLOWED = (
     r"attends to",  # a query attends to keys
-    r"def tell\(",  # of Python's files
+    r"(def |\.)tell\(",  # of Python's files
     r"pip seeing PyPI alone",
 )
 FOLDERS = ("hpcrl", "kernels", "docs", "configs", "slurm", "README.md")

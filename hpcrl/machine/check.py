@@ -28,7 +28,7 @@ from hpcrl.runtime.mpi import all_gather_object, broadcast_object
 from hpcrl.runtime.watchdog import format_ranks
 from hpcrl.runtime.world import finish, start_mpi
 from hpcrl.sandbox.isolation import probe_isolation
-from hpcrl.sandbox.task_sandbox import NEEDED, why_unavailable
+from hpcrl.sandbox.task_sandbox import NEEDED, probe_sandbox
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,7 +53,7 @@ def main(engine: Callable[[MPI.Intracomm], list[Finding]] | None) -> NoReturn:
     engine: for --trtllm, a collective function that returns the findings.
     """
     probe_isolation()  # these start processes, so they come before MPI; the results are cached
-    why_unavailable()
+    probe_sandbox()
     comm = start_mpi_or_exit(local_findings)
     hosts = all_gather_object(comm, (platform.node(), len(os.sched_getaffinity(0))))
     findings = engine(comm) if engine is not None else local_findings(comm.size)
@@ -323,10 +323,14 @@ def sandbox() -> Finding:
 
 def task_sandbox() -> Finding:
     """Sandboxes in which environments run a task's commands."""
-    why = why_unavailable()
-    if why:
-        return Finding("task sandbox", "not here", f"{why}; where environments run commands, {NEEDED}", needed=False)
-    return Finding("task sandbox", "commands run in files of their own, with snapshots, without network")
+    why_not, layers = probe_sandbox()
+    if why_not:
+        return Finding("task sandbox", "none", f"{why_not}; where environments run commands, {NEEDED}", needed=False)
+    found = "no network, no other processes, none of your files; files of a task in memory, with snapshots"
+    if layers:
+        return Finding("task sandbox", found)
+    copied = "each sandbox copies its task's folder, and cannot have an image: no overlayfs over a tmpfs (Linux 6.6)"
+    return Finding("task sandbox", found, copied, needed=False)
 
 
 def cores() -> Finding:

@@ -68,6 +68,7 @@ def remove_folder(folder: str) -> None:
 
 CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (1 << bit for bit in range(26, 31))
 INSIDE_UID = 1000  # not 0, the namespace's root
+CAP_SYS_ADMIN, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 21, 47, 2
 CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -97,8 +98,18 @@ def unshare_namespaces(others: int = CLONE_NEWPID) -> None:
 def give_up_privileges() -> None:
     """Drop the privileges that `unshare_namespaces` gave, for good: the process cannot gain any again."""
     libc_call("prctl", seccomp.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    header, nothing = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
-    libc_call("capset", header, nothing)
+    _set_capabilities(0, 0)
+
+
+def keep_only_mounting() -> None:
+    """Drop the privileges that `unshare_namespaces` gave but that to mount, which a program that is executed keeps."""
+    _set_capabilities(1 << CAP_SYS_ADMIN, 1 << CAP_SYS_ADMIN)
+    libc_call("prctl", PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN, 0, 0)
+
+
+def _set_capabilities(own: int, inheritable: int) -> None:
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    libc_call("capset", header, (ctypes.c_uint32 * 6)(own, own, inheritable, 0, 0, 0))
 
 
 NO_NETWORK, NO_FILES, FILTERED = "network", "files", "filter"  # lines that the probe prints

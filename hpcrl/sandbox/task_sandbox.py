@@ -12,9 +12,9 @@ import functools
 import marshal
 import os
 import select
+import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -76,8 +76,8 @@ class TaskSandbox:
 
     Args:
         folder: what is in /workspace at first; nothing of it is changed.
-        image: a folder with a root file system, which the user owns; None: the system's programs, read-only, and the
-            Python of this process.
+        image: a root file system: a folder that the user owns, or a squashfs file (with squashfuse) whose files have
+            the user and group 1000; None: the system's programs, read-only, and the Python of this process.
         limits: see `Limits`.
         packages: folders such as site-packages that the Python of this process is to see; without an image.
 
@@ -100,13 +100,14 @@ class TaskSandbox:
         check_no_mpi("TaskSandbox")
         if limits.disk_mb >= limits.memory_mb:
             raise ValueError(f"disk_mb={limits.disk_mb} must be less than memory_mb={limits.memory_mb}, which has both")
-        for name, given in (("folder", folder), ("image", image)):
+        squashfuse = ""
+        if image is not None and os.path.isfile(image):
+            squashfuse = shutil.which("squashfuse") or ""
+            if not squashfuse:
+                raise SandboxUnavailable(f"image {image}: squashfuse is not installed; unpack the image (unsquashfs)")
+        for name, given in (("folder", folder), ("image", None if squashfuse else image)):
             if given is not None and not os.path.isdir(given):
                 raise SandboxUnavailable(f"{name} {given}: not a directory; unpack archives with `task_archive.unpack`")
-        if image is not None and os.stat(image).st_uid != os.geteuid():
-            raise SandboxUnavailable(
-                f"image {image}: another user's, so nothing in it can be changed; use a copy of it"
-            )
         # changed files of other users cannot have their owner inside
         layers = layers and (folder is None or os.stat(folder).st_uid == os.geteuid())
         shown = [] if image is not None else list(_visible(tuple(packages)))
@@ -115,7 +116,11 @@ class TaskSandbox:
         self._supervisor = start_supervisor(SUPERVISOR)
         try:
             places = [os.path.abspath(given) if given is not None else "" for given in (folder, image)]
-            self.copied = self._exchange(((*places, shown, layers), limits._asdict()), SECONDS_TO_START) == "Copies"
+            job = (*places, squashfuse, shown, layers), limits._asdict()
+            try:
+                self.copied = self._exchange(job, SECONDS_TO_START) == "Copies"
+            except SandboxUnavailable as error:
+                raise SandboxUnavailable(f"image {image}: {error}" if image else str(error)) from None
             excess, code, text, *_ = self._request("prepare", seconds=SECONDS_TO_START)
             if excess or code:
                 raise SandboxUnavailable(f"the sandbox cannot be set up: {excess or text.decode()}")
@@ -233,18 +238,22 @@ class TaskSandbox:
             raise OSError(code, os.strerror(code), path)
 
 
+class Availability(NamedTuple):
+    """Whether this machine can have such sandboxes: why_not is "" if so. layers: the kernel copies on write."""
+
+    why_not: str
+    layers: bool = False
+
+
 @functools.cache
-def why_unavailable() -> str:
-    """Why this machine cannot have such sandboxes; "" if it can. Starts processes, so call it before MPI starts."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            with TaskSandbox(folder) as sandbox:
-                ran = sandbox.run(["true"])
-                return (
-                    "" if ran.fate == "ok" else f"`true` ended with {ran.fate} {ran.returncode}: {ran.output}".strip()
-                )
-        except (SandboxUnavailable, SandboxLost) as error:
-            return str(error)
+def probe_sandbox() -> Availability:
+    """Find out by making a sandbox. Starts processes, so call it before MPI starts."""
+    try:
+        with TaskSandbox() as sandbox:
+            ran = sandbox.run(["true"])
+            return Availability("" if ran.fate == "ok" else f"`true` fails in it: {ran}", not sandbox.copied)
+    except (SandboxUnavailable, SandboxLost) as error:
+        return Availability(str(error))
 
 
 def require() -> None:
@@ -252,10 +261,10 @@ def require() -> None:
 
     For the start of a job that needs them, in a process that uses MPI: a child of the fork server finds out.
     """
-    why = fork_server.call(why_unavailable)
-    if why != "":
+    found = fork_server.call(probe_sandbox) or Availability(DIED)
+    if found.why_not:
         raise SandboxUnavailable(
-            f"this machine cannot run tasks in sandboxes ({why or DIED}); {NEEDED} (`hpcrl check`)"
+            f"this machine cannot run tasks in sandboxes ({found.why_not}); {NEEDED} (`hpcrl check`)"
         )
 
 

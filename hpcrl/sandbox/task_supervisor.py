@@ -22,6 +22,7 @@ import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import EFBIG, EISDIR, EPERM
@@ -40,6 +41,7 @@ VIEW = f"{TMPFS}/view"
 WORKSPACE, HOME = "/workspace", "/home/agent"
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # not /dev/zero: mapped, it is memory that no process shows
 DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+OWNED = "copy the folder, or make the squashfs with mksquashfs -force-uid 1000 -force-gid 1000"
 HOSTNAME = "sandbox"
 FILES_OF_LAYER = 16  # at most
 BYTES_PER_FILE = 1024  # of the kernel's memory
@@ -53,11 +55,13 @@ PR_SET_DUMPABLE = 4
 class Files:
     """The task's view of files: below `VIEW` in this mount namespace, and the root of its commands.
 
-    folder: what is in /workspace at first. image: the root; "": the system's programs, `shown`, which are read-only.
-    layers: False if the kernel's copying is not used even where there is one.
+    folder: what is in /workspace at first. image: a folder with the root, or a squashfs file with it; "": the system's
+    programs, `shown`, which are read-only. squashfuse: a program. layers: False to copy even where the kernel has them.
     """
 
-    def __init__(self, folder: str, image: str, shown: list[str], layers: bool, disk_mb: int, num_files: int) -> None:
+    def __init__(
+        self, folder: str, image: str, squashfuse: str, shown: list[str], layers: bool, disk_mb: int, num_files: int
+    ) -> None:
         mounts.unshare()
         given = {name: os.open(path, os.O_PATH) for name, path in (("folder", folder), ("image", image)) if path}
         devices = {name: os.open(name, os.O_PATH) for name in DEVICES}
@@ -67,7 +71,11 @@ class Files:
         for name in ("image", "folder", "view", "dev", "dev/shm", "shm"):
             os.mkdir(name)
         os.chmod("shm", 0o1777)
+        if os.path.isfile(f"/proc/self/fd/{given.get('image')}"):
+            mount_squashfs(squashfuse, given.pop("image"), f"{TMPFS}/image")
         mounts.show({f"/{name}": source for name, source in given.items()}, TMPFS)
+        if image and os.stat("image").st_uid != isolation.INSIDE_UID:
+            raise OSError("its files would belong to another user, and could not be changed: " + OWNED)
         for name, source in devices.items():
             mounts.bind_mount(f"/proc/self/fd/{source}", TMPFS, name)
         for name, target in DEVICE_LINKS.items():
@@ -119,6 +127,26 @@ class Files:
         """Remove the files in /dev/shm, as a machine that starts."""
         for entry in os.scandir("shm"):
             remove(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+
+
+def mount_squashfs(squashfuse: str, image: int, target: str) -> None:
+    """Mount a squashfs file. The process that serves it ends with this one. Raises OSError."""
+    supervisor, before = os.getpid(), os.stat(target).st_dev
+    server = os.fork()
+    if server == 0:
+        try:
+            process_tree.signal_on_parent_death(supervisor)
+            os.set_inheritable(image, True)
+            isolation.keep_only_mounting()
+            os.dup2(2, 1)  # the supervisor's replies
+            os.execv(squashfuse, [squashfuse, "-f", f"/proc/self/fd/{image}", target])
+        finally:
+            os._exit(NOT_FOUND)
+    give_up = time.monotonic() + SECONDS_FOR_FILES
+    while os.stat(target).st_dev == before:
+        if os.waitpid(server, os.WNOHANG)[0] or time.monotonic() > give_up:
+            raise OSError("squashfuse does not mount the image: not a squashfs file, or no /dev/fuse for this user")
+        time.sleep(0.01)
 
 
 def memory_in_files() -> int:
@@ -341,14 +369,14 @@ def run_and_reap(act: Callable[[], None]) -> NoReturn:
 
 def main() -> None:
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
-    (folder, image, shown, layers), limits = marshal.load(requests)
+    (folder, image, squashfuse, shown, layers), limits = marshal.load(requests)
     os.umask(0o022)
     try:
         process_tree.raise_oom_score()
         seccomp.leave_keyring()
         isolation.unshare_namespaces(mounts.CLONE_NEWNS | isolation.CLONE_NEWUTS)
         socket.sethostname(HOSTNAME)
-        files = Files(folder, image, shown, layers, limits["disk_mb"], limits["files"])
+        files = Files(folder, image, squashfuse, shown, layers, limits["disk_mb"], limits["files"])
     except OSError as error:
         marshal.dump(("failed", describe(error)), replies)
         return

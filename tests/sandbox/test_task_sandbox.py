@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("sandboxes")
 @pytest.fixture
 def sandboxes() -> Iterator[None]:
     """Afterwards no process is left, nor a namespace with mounts."""
-    if why := task_sandbox.why_unavailable():
+    if why := task_sandbox.probe_sandbox().why_not:
         pytest.skip(f"this machine cannot have sandboxes of tasks: {why}")
     before = mount_namespaces()
     yield
@@ -320,6 +320,26 @@ def test_an_image_is_a_root_that_can_be_changed(folder: Path, tmp_path: Path) ->
     assert sorted(image.rglob("*")) == before
 
 
+def test_an_image_in_a_squashfs_file(folder: Path, tmp_path: Path) -> None:
+    if not (shutil.which("squashfuse") and shutil.which("mksquashfs")):
+        pytest.skip("needs squashfuse and mksquashfs")
+    image_of(tmp_path / "image")
+    for name, owner in (("others", []), ("owned", ["-force-uid", "1000", "-force-gid", "1000"])):
+        made = ["mksquashfs", str(tmp_path / "image"), str(tmp_path / name), "-quiet", "-no-progress", *owner]
+        subprocess.run(made, check=True)
+    with TaskSandbox(folder, tmp_path / "owned") as box:
+        start = box.snapshot()
+        assert box.run("rm /bin/ls; cat keep; echo /bin/*").output == "kept\n/bin/bash /bin/cat /bin/rm\n"
+        box.restore(start)
+        assert box.run("echo /bin/*").output == "/bin/bash /bin/cat /bin/ls /bin/rm\n"
+        processes = family(box._supervisor.pid, 2)
+        box._supervisor.kill()
+    await_end(processes)
+    for wrong, why in (("others", "-force-uid 1000"), ("task/keep", "not a squashfs file")):
+        with pytest.raises(SandboxUnavailable, match=why):
+            TaskSandbox(folder, tmp_path / wrong)
+
+
 @pytest.mark.parametrize("name", ["dev", "workspace", "home"])
 def test_links_of_an_image_in_the_place_of_mounts_are_an_error(folder: Path, tmp_path: Path, name: str) -> None:
     image = image_of(tmp_path / "image")
@@ -415,7 +435,7 @@ def test_nothing_is_left_after_the_kill_of_the_caller(folder: Path, tmp_path: Pa
 
 
 def test_what_cannot_be_used_is_an_error_of_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for make in (lambda: TaskSandbox(folder / "no"), lambda: TaskSandbox(folder, folder / "keep")):
+    for make in (lambda: TaskSandbox(folder / "keep"), lambda: TaskSandbox(folder, folder / "no")):
         with pytest.raises(SandboxUnavailable, match="not a directory; unpack archives"):
             make()
     with pytest.raises(ValueError, match="must be less than memory_mb=64"):
