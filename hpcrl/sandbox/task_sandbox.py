@@ -34,8 +34,9 @@ SECONDS_TO_CLEAN_UP = 30.0
 MOST_READ = 2**26  # bytes of a file
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NEEDED = (
-    "allow user namespaces with mounts (user.max_user_namespaces, user.max_mnt_namespaces, or the container's seccomp "
-    "profile), and seccomp filters (x86_64 or aarch64)"
+    "allow user namespaces with mounts (user.max_user_namespaces, user.max_mnt_namespaces, "
+    "kernel.apparmor_restrict_unprivileged_userns, or the container's seccomp profile), and seccomp filters (x86_64 or "
+    "aarch64)"
 )
 
 
@@ -45,7 +46,7 @@ class Limits(NamedTuple):
     memory_mb: int = 2048  # of processes, what sockets can hold, and files
     disk_mb: int = 1024  # of files that are new or changed, snapshots included; they are in memory
     files: int = 65536  # number of such files
-    processes: int = 64
+    processes: int = 48  # and four times as many threads
     output_kb: int = 64  # of a command's output, half from its beginning and half from its end
 
 
@@ -133,7 +134,7 @@ class TaskSandbox:
         command: str | Sequence[str],
         timeout: float = 60.0,
         stdin: bytes = b"",
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, object] | None = None,
         folder: str = WORKSPACE,
     ) -> Ran:
         """Run a command line of bash, or a program with its arguments, for at most `timeout` seconds.
@@ -141,9 +142,10 @@ class TaskSandbox:
         environment: variables beside PATH, HOME, USER, LANG, TERM, TMPDIR and OMP_NUM_THREADS. folder: its working
         folder. Raises SandboxLost.
         """
-        given = ["bash", "-lc", command] if isinstance(command, str) else list(command)
+        given = ["bash", "-lc", command] if isinstance(command, str) else list(map(str, command))
         variables = {"PATH": self._path, "HOME": HOME, "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
-        variables |= {"TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"} | dict(environment or {})
+        variables |= {"TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"}
+        variables |= {name: str(value) for name, value in (environment or {}).items()}
         found = self._request("run", given, folder, variables, stdin, timeout, seconds=timeout)
         excess, code, head, tail, left_out = found
         output = head + (f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b"") + tail
@@ -215,14 +217,20 @@ class TaskSandbox:
         """Send a message and return the reply. Raises SandboxUnavailable with the reason if that is what it says."""
         supervisor = self._supervisor
         assert supervisor.stdin is not None and supervisor.stdout is not None
+        text = marshal.dumps(message)
         try:
-            marshal.dump(message, supervisor.stdin)
+            supervisor.stdin.write(text)
             supervisor.stdin.flush()
-            if not select.select([supervisor.stdout], [], [], seconds)[0]:
+            answer = select.poll()
+            answer.register(supervisor.stdout, select.POLLIN)
+            if not answer.poll(seconds * 1000):
                 raise SandboxLost(f"the supervisor of a sandbox has not answered for {seconds:.0f} s")
             what, reply = marshal.load(supervisor.stdout)
-        except (EOFError, BrokenPipeError, ValueError):
+        except (EOFError, BrokenPipeError):
             raise SandboxLost("the supervisor of a sandbox was killed") from None
+        except BaseException:
+            supervisor.kill()  # the next reply could be the one to this message
+            raise
         if what == "failed":
             raise SandboxUnavailable(reply)
         return reply

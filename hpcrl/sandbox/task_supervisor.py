@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import marshal
 import os
+import re
 import resource
 import select
 import signal
@@ -23,6 +24,7 @@ import socket
 import stat
 import sys
 import time
+import warnings  # noqa: F401  # os.execvpe imports it, from where the command may write
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import EFBIG, EISDIR, EPERM
@@ -46,6 +48,7 @@ HOSTNAME = "sandbox"
 FILES_OF_LAYER = 16  # at most
 BYTES_PER_FILE = 1024  # of the kernel's memory
 MAX_OPEN_FILES = 1024  # of each process
+THREADS_PER_PROCESS = 4  # of the limit; for root no limit of the kernel counts
 STACK_MB = 8  # of each thread
 SECONDS_FOR_FILES = 30.0  # to read or write one
 NOT_FOUND, NOT_SET_UP = 127, 126  # exit codes, the first as that of a shell
@@ -321,6 +324,8 @@ def become_init(limits: dict[str, int]) -> None:
     mounts.mount_proc(VIEW)
     mounts.change_root(VIEW)
     isolation.give_up_privileges()
+    if kernel_version() >= (5, 14):  # before, the user's processes everywhere count
+        set_limits([(resource.RLIMIT_NPROC, THREADS_PER_PROCESS * limits["processes"])])
     set_limits(
         (
             # not RLIMIT_AS: some languages' heaps reserve more than they use
@@ -336,6 +341,10 @@ def become_init(limits: dict[str, int]) -> None:
     seccomp.install()
     # /proc/1 would show the memory of the supervisor, which this process is a fork of
     libc_call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def kernel_version() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
 
 
 def run_and_reap(act: Callable[[], None]) -> NoReturn:
