@@ -31,7 +31,7 @@ Fate = Literal["ok", "error", "timeout", "memory", "processes", "killed"]
 SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "task_supervisor.py")
 SECONDS_TO_START = 60.0  # the folder may have to be copied
 SECONDS_TO_CLEAN_UP = 30.0
-MOST_READ = 2**26  # bytes of a file
+MOST_READ = 2**24  # bytes of a file, which this process has several times
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NEEDED = (
     "allow user namespaces with mounts (user.max_user_namespaces, user.max_mnt_namespaces, "
@@ -81,6 +81,7 @@ class TaskSandbox:
             the user and group 1000; None: the system's programs, read-only, and the Python of this process.
         limits: see `Limits`.
         packages: folders such as site-packages that the Python of this process is to see; without an image.
+        layers: False to copy the folder even where the kernel could copy what changes only.
 
     All changes are in memory and end with the sandbox. A command sees no other files, has no network, sees no other
     processes, and cannot gain privileges; some system calls fail (`seccomp`). Its processes are killed when it ends.

@@ -26,7 +26,7 @@ import sys
 import time
 import warnings  # noqa: F401  # os.execvpe imports it, from where the command may write
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import EFBIG, EISDIR, EPERM
 from typing import Any, NoReturn
 
@@ -48,10 +48,12 @@ HOSTNAME = "sandbox"
 FILES_OF_LAYER = 16  # at most
 BYTES_PER_FILE = 1024  # of the kernel's memory
 MAX_OPEN_FILES = 1024  # of each process
-THREADS_PER_PROCESS = 4  # of the limit; for root no limit of the kernel counts
+THREADS_PER_PROCESS = 4  # of the limit
+RESERVED_PIDS = 300  # are not used again
 STACK_MB = 8  # of each thread
 SECONDS_FOR_FILES = 30.0  # to read or write one
 NOT_FOUND, NOT_SET_UP = 127, 126  # exit codes, the first as that of a shell
+PYTHONS_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)  # which Python ignores
 PR_SET_DUMPABLE = 4
 
 
@@ -71,7 +73,7 @@ class Files:
         sources = {place: os.open(place, os.O_PATH) for place in shown}  # all before a mount covers `TMPFS`
         mounts.mount_memory(TMPFS, disk_mb, num_files)
         os.chdir(TMPFS)
-        for name in ("image", "folder", "view", "dev", "dev/shm", "shm"):
+        for name in ("image", "folder", "view", "dev", "dev/shm", "shm", "removed"):
             os.mkdir(name)
         os.chmod("shm", 0o1777)
         if os.path.isfile(f"/proc/self/fd/{given.get('image')}"):
@@ -307,6 +309,7 @@ def watch_one(act: Callable[[], None], seconds: float, output: int, stdin: bytes
     if excess:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)  # until the kernel has killed all others
+        child.read(list(child.open))
         code = -signal.SIGKILL
     else:
         code = os.waitstatus_to_exitcode(child.status or 0)
@@ -320,12 +323,11 @@ def become_init(limits: dict[str, int]) -> None:
     poll.register(1, 0)
     if poll.poll(0):  # the watcher, whose process id cannot be seen from here, has ended before
         os._exit(NOT_SET_UP)
+    limit_threads(THREADS_PER_PROCESS * limits["processes"])
     mounts.unshare()
     mounts.mount_proc(VIEW)
     mounts.change_root(VIEW)
     isolation.give_up_privileges()
-    if kernel_version() >= (5, 14):  # before, the user's processes everywhere count
-        set_limits([(resource.RLIMIT_NPROC, THREADS_PER_PROCESS * limits["processes"])])
     set_limits(
         (
             # not RLIMIT_AS: some languages' heaps reserve more than they use
@@ -343,8 +345,15 @@ def become_init(limits: dict[str, int]) -> None:
     libc_call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def kernel_version() -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
+def limit_threads(most: int) -> None:
+    """Have the kernel limit the threads of this process namespace, as far as it can: a fork bomb that has become large
+    takes the watcher's time."""
+    version = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
+    if version >= (6, 14):  # before, this is not the namespace's, but the machine's
+        with suppress(OSError), open("/proc/sys/kernel/pid_max", "w") as file:
+            file.write(str(RESERVED_PIDS + most))
+    if version >= (5, 14):  # before, threads of the user outside count too; without effect for root
+        set_limits([(resource.RLIMIT_NPROC, most)])
 
 
 def run_and_reap(act: Callable[[], None]) -> NoReturn:
@@ -354,13 +363,7 @@ def run_and_reap(act: Callable[[], None]) -> NoReturn:
         code = 1
         try:
             os.setsid()
-            for signum in (
-                signal.SIGPIPE,
-                signal.SIGXFSZ,
-                signal.SIGCHLD,
-                process_tree.END,
-                *process_tree.STOP_SIGNALS,
-            ):
+            for signum in (*PYTHONS_SIGNALS, signal.SIGCHLD, process_tree.END, *process_tree.STOP_SIGNALS):
                 signal.signal(signum, signal.SIG_DFL)
             act()
             code = 0
@@ -383,7 +386,7 @@ def main() -> None:
     try:
         process_tree.raise_oom_score()
         seccomp.leave_keyring()
-        isolation.unshare_namespaces(mounts.CLONE_NEWNS | isolation.CLONE_NEWUTS)
+        isolation.unshare_namespaces(isolation.CLONE_NEWUTS)
         socket.sethostname(HOSTNAME)
         files = Files(folder, image, squashfuse, shown, layers, limits["disk_mb"], limits["files"])
     except OSError as error:

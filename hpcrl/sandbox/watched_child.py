@@ -102,8 +102,10 @@ def watch(child: Child[Any], wake: int, seconds: float, processes: int, memory: 
             return "timeout"
         if now >= next_check:
             alive = process_tree.descendants_of(os.getpid(), processes)
+            if len(alive) > processes:  # first, because a fork bomb leaves little time
+                return "processes"
             used = list(map(process_tree.usage_of, alive))
-            if len(alive) > processes or sum(threads for threads, _ in used) > MAX_THREADS:
+            if sum(threads for threads, _ in used) > MAX_THREADS:
                 return "processes"
             most = memory()
             if sum(size for _, size in used) > most and sum(map(process_tree.proportional_bytes, alive)) > most:

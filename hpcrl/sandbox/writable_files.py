@@ -3,8 +3,8 @@
 `Layers` leaves copying to the kernel: overlayfs in a user namespace (Linux 5.11), over a tmpfs (Linux 6.6). `Copies` is
 for other kernels. Both have snapshots, which take room in the same tmpfs, and which a task cannot reach.
 
-Names are relative to the working folder, the tmpfs of the sandbox's supervisor. Linux only, standard library only, as
-in process_tree.py.
+Names are relative to the working folder, the tmpfs of the sandbox's supervisor, which has a folder "removed".
+Linux only, standard library only, as in process_tree.py.
 """
 
 from __future__ import annotations
@@ -146,7 +146,6 @@ def copy(source: str, target: str) -> None:
 
 def remove(folder: str) -> None:
     """Remove a folder with all that is in it, without following links. Folders in it may be nested to any depth."""
-    os.makedirs("removed", exist_ok=True)
     waiting = [folder]
     while waiting:
         emptied = waiting.pop()
