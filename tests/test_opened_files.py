@@ -53,7 +53,7 @@ ELSEWHERE = {  # module -> how many places, and which files
     "runtime/watchdog.py": (1, MADE),
     "sandbox/mounts.py": (2, PROC),
     "sandbox/task_archive.py": (1, f"{CHECKED}: its contents are"),
-    "sandbox/task_supervisor.py": (3, f"{PROC}; pipes; files inside the sandbox by processes there"),
+    "sandbox/task_supervisor.py": (3, "pipes; files inside the sandbox by processes there"),
     "sandbox/writable_files.py": (1, "the task's folder, links as links, into a tmpfs"),
     "sandbox/process_tree.py": (6, PROC),
     "sandbox/fork_server.py": (2, f"{PROC}; {MADE}"),
