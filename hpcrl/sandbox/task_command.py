@@ -121,7 +121,7 @@ def run_and_reap(act: Callable[[], None]) -> NoReturn:
             act()
             code = 0
         except OSError as error:
-            os.write(2, describe(error).encode(errors="surrogateescape"))
+            os.write(2, describe(error).encode(errors="backslashreplace"))
             code = error.errno or 1
         finally:
             os._exit(code)

@@ -111,8 +111,8 @@ class TaskSandbox:
         for name, given in (("folder", folder), ("image", None if squashfuse else image)):
             if given is not None and not os.path.isdir(given):
                 raise SandboxUnavailable(f"{name} {given}: not a directory; unpack archives with `task_archive.unpack`")
-        # changed files of other users cannot have their owner inside
-        layers = layers and (folder is None or os.stat(folder).st_uid == os.geteuid())
+        if folder is not None and image is None and os.stat(folder).st_uid != os.geteuid():
+            layers = False  # a changed file of another user cannot have its owner inside, and a copy is this user's
         shown = [] if image is not None else list(_visible(tuple(packages)))
         self._path = PATH if image is not None else f"{os.path.dirname(sys.executable)}:{PATH}"
         self._snapshots: set[int] = set()
@@ -125,8 +125,10 @@ class TaskSandbox:
             except SandboxUnavailable as error:
                 raise SandboxUnavailable(f"image {image}: {error}" if image else str(error)) from None
             excess, code, text, *_ = self._request("prepare", seconds=SECONDS_TO_START)
-            if excess or code:
-                raise SandboxUnavailable(f"the sandbox cannot be set up: {excess or text.decode()}")
+            if excess:
+                raise SandboxLost(f"a process of the sandbox has ended at its start: {excess}")
+            if code:
+                raise SandboxUnavailable(f"the sandbox cannot be set up: {text.decode('utf-8', 'replace')}")
         except BaseException:
             self.close()
             raise

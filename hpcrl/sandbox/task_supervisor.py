@@ -52,9 +52,10 @@ class Supervisor:
             try:
                 os.chdir(folder)
                 os.execvpe(command[0], command, environment)
-            except OSError as error:
-                what = folder if error.filename == folder else command[0]
-                os.write(2, f"{what}: {error.strerror}\n".encode(errors="surrogateescape"))
+            except (OSError, ValueError) as error:  # the second for a zero byte, or half a surrogate pair
+                what = folder if getattr(error, "filename", None) == folder else command[0]
+                why = getattr(error, "strerror", None) or error
+                os.write(2, f"{what}: {why}\n".encode(errors="backslashreplace"))
                 os._exit(NOT_FOUND)
 
         return self._apart(execute, seconds, self.limits["output_kb"] * 1024, stdin)
