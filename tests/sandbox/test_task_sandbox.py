@@ -82,7 +82,7 @@ def test_a_command_changes_files_for_the_next_ones(sandbox: TaskSandbox) -> None
         "cat keep; ls -A src; pwd; echo $HOME $SECRET; cat; kill -9 $$", environment={"SECRET": "s"}, stdin=b"in"
     )
     assert (ran.returncode, ran.output) == (137, "kept\nx\n/workspace\n/home/agent s\nin")
-    for odd, output in (("no such program", "No such file"), ("a\0b", "null byte"), ("\ud83d", "surrogates")):
+    for odd, output in (("no such program", "No such file"), ("a\0b", "embedded null"), ("\ud83d", "surrogates")):
         ran = sandbox.run([odd])
         assert ran.returncode == 127 and output in ran.output
     assert sandbox.run(["pwd"], folder="/tmp").output == "/tmp\n"
