@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,14 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "task" / "src" / "code.py").write_text("print(1)\n")
     (tmp_path / "task" / "keep").write_text("kept\n")
     return tmp_path / "task"
+
+
+@pytest.fixture
+def outside() -> Iterator[Path]:
+    """An empty folder, which must stay so. Not in /tmp, which a supervisor does not see."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        yield Path(name)
+        assert not os.listdir(name)
 
 
 @pytest.fixture(params=[True, False], ids=["layers", "copies"])
@@ -343,29 +352,25 @@ def test_an_image_in_a_squashfs_file(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dev", "workspace", "home"])
-def test_links_of_an_image_in_the_place_of_mounts_are_an_error(folder: Path, tmp_path: Path, name: str) -> None:
+def test_links_of_an_image_in_the_place_of_mounts_are_an_error(
+    folder: Path, tmp_path: Path, outside: Path, name: str
+) -> None:
     image = image_of(tmp_path / "image")
-    (tmp_path / "outside").mkdir()
-    (image / name).symlink_to(tmp_path / "outside")
+    (image / name).symlink_to(outside)
     with pytest.raises(SandboxUnavailable, match=f"{name}: Not a directory|/home.*: No such file|overlayfs"):
         TaskSandbox(folder, image)
-    assert not list((tmp_path / "outside").iterdir())
 
 
-def test_links_of_a_command_in_the_place_of_mounts_end_the_sandbox(folder: Path, tmp_path: Path) -> None:
+def test_links_of_a_command_in_the_place_of_mounts_end_the_sandbox(folder: Path, tmp_path: Path, outside: Path) -> None:
     """A folder above a mount can be moved; the next mount must not follow what is put in its place."""
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "packages" / "inner").mkdir(parents=True)
-    with TaskSandbox(folder, packages=[str(tmp_path / "packages" / "inner")]) as box:
-        assert (
-            box.run(f"mv {tmp_path}/packages {tmp_path}/moved; ln -s {tmp_path}/outside {tmp_path}/packages").fate
-            == "ok"
-        )
+    packages = tmp_path / "packages"
+    (packages / "inner").mkdir(parents=True)
+    with TaskSandbox(folder, packages=[str(packages / "inner")]) as box:
+        assert box.run(f"mv {packages} {packages}.moved; ln -s {outside} {packages}").fate == "ok"
         with pytest.raises(SandboxLost):
             box.snapshot()
         with pytest.raises(SandboxLost):
             box.run(["true"])
-    assert not list((tmp_path / "outside").iterdir())
 
 
 def family(pid: int, count: int) -> list[psutil.Process]:
