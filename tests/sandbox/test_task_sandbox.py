@@ -332,8 +332,8 @@ def test_an_image_is_a_root_that_can_be_changed(folder: Path, tmp_path: Path) ->
 
 
 def test_an_image_in_a_squashfs_file(folder: Path, tmp_path: Path) -> None:
-    if not (shutil.which("squashfuse") and shutil.which("mksquashfs")):
-        pytest.skip("needs squashfuse and mksquashfs")
+    if not (shutil.which("squashfuse") and shutil.which("mksquashfs") and os.access("/dev/fuse", os.R_OK | os.W_OK)):
+        pytest.skip("needs squashfuse, mksquashfs and /dev/fuse")
     image_of(tmp_path / "image")
     for name, owner in (("others", []), ("owned", ["-force-uid", "1000", "-force-gid", "1000"])):
         made = ["mksquashfs", str(tmp_path / "image"), str(tmp_path / name), "-quiet", "-no-progress", *owner]
