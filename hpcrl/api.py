@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpcrl.rollout.environments.environment import Environment as Environment
     from hpcrl.rollout.environments.environment import Step as Step
     from hpcrl.rollout.environments.environment import Turn as Turn
+    from hpcrl.rollout.environments.shell_task import ShellTask as ShellTask
     from hpcrl.rollout.environments.tools import tool as tool
     from hpcrl.rollout.keyed_sampler import Drawn as Drawn
     from hpcrl.rollout.keyed_sampler import KeyedSampler as KeyedSampler
@@ -88,6 +89,7 @@ _MODULES = {
     "hpcrl.runtime.exits": ("InputError",),
     # environments
     "hpcrl.rollout.environments.environment": ("Environment", "Step", "Turn"),
+    "hpcrl.rollout.environments.shell_task": ("ShellTask",),
     "hpcrl.rollout.environments.tools": ("tool",),
     # algorithms; `param` declares a parameter of theirs
     "hpcrl.algorithms.parameters": ("param",),

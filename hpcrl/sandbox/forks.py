@@ -9,6 +9,7 @@ Imported in the child: standard library only.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import select
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 from hpcrl.sandbox import process_tree
 from hpcrl.sandbox.isolation import remove_folder
-from hpcrl.sandbox.worker import Answer, Outcome, Ready, describe
+from hpcrl.sandbox.worker import Answer, Outcome, Ready, address_space_mb, describe
 
 TICK_SECONDS = 0.5  # between two looks at what children use
 MESSAGE_SECONDS = 10  # to send or receive a message; a child that stops in the middle of one is killed
@@ -196,13 +197,9 @@ def _serve(pipe: Connection, make: Callable[[], Serve], limits: Limits, folder: 
     process_tree.adopt_orphans()
     os.setsid()
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    with open("/proc/self/statm") as file:
-        own = int(file.read().split()[0]) * resource.getpagesize()
-    for limit, most in (
-        (resource.RLIMIT_AS, own + (limits.memory_mb << 20)),
-        (resource.RLIMIT_FSIZE, limits.file_mb << 20),
-    ):
-        resource.setrlimit(limit, (most, most))
+    space_mb = math.ceil(address_space_mb()) + limits.memory_mb
+    for limit, most_mb in ((resource.RLIMIT_AS, space_mb), (resource.RLIMIT_FSIZE, limits.file_mb)):
+        resource.setrlimit(limit, (most_mb << 20, most_mb << 20))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing more is an OSError
     me, serve = os.getpid(), make()
     with contextlib.suppress(EOFError):

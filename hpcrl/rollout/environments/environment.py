@@ -50,6 +50,11 @@ class Environment:
 
     state: str | int | None = None
 
+    @classmethod
+    def check(cls) -> None:
+        """Called once at the start of a job, on each rollout leader. Raise if the machine cannot run the environment:
+        the job ends with this line."""
+
     def reset(
         self, record: dict[str, Any], seed: int
     ) -> Sequence[Message] | tuple[Sequence[Message], Sequence[Schema]]:

@@ -67,6 +67,7 @@ class EnvironmentSource:
         use_one_thread()
         try:
             kind = load_environment(self.path, self.name)
+            getattr(kind, "check", lambda: None)()
         except BaseException as error:  # user code may raise SystemExit too
             pipe.send(Ready(why=describe(error)))
             return
