@@ -11,6 +11,7 @@ import pytest
 
 from hpcrl.batch.ragged import Ragged
 from hpcrl.observe.read.archive import read_step
+from hpcrl.observe.read.samples import read_step_samples
 from hpcrl.observe.record.archive import step_path
 from tests.mpi.lab import Lab, interrupted, metrics, on, reused
 
@@ -62,6 +63,8 @@ def test_a_job_with_an_environment(world: Any, lab: Lab, straight: Any, estimato
     for step in found:
         tokens, samples, _ = read_step(step_path(whole / "rollouts", step), [*NAMES])
         check_samples({name: Ragged(*tokens[name]) for name in NAMES}, samples)
+    shown = [one.parts for one in read_step_samples(whole, 2) if "turn_rewards" in one.parts]
+    assert shown and all(len(parts["turn_rewards"].split()) == parts["turns"] for parts in shown)
 
     name = f"cut_{estimator}"
     drawn = interrupted(world, lab, whole, name, saved=1, drawn=2, keep=0.5)

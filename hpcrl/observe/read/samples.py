@@ -28,8 +28,8 @@ class Sample:
     """One archived response, of `length` tokens; arrays are (length,), None where the run did not record the column.
 
     prompt, response: text with special tokens; the response without the token that ended it. token_texts: the part of
-    the text that each response token adds, the end token included. parts: acc, scores of models, and what else the
-    scorer returned. advantages, rollout_log_probs, old_log_probs, entropies: float32, in nats where they are logs;
+    the text that each response token adds, the end token included. parts: acc, scores of models, rewards of
+    turns, and what else the scorer or the environment returned. advantages, rollout_log_probs, old_log_probs, entropies: float32, in nats where they are logs;
     response_mask: int32, 0 where a tool or a user wrote the token.
     """
 
@@ -79,7 +79,7 @@ class StepArchive:
         """Raises ArchiveError, as `read_step_samples`."""
         self.path = step_path(Path(run) / FOLDER, step)
         self._step = step
-        names = ("input_ids", *(f"{name}?" for name in PER_TOKEN))
+        names = ("input_ids", *(f"{name}?" for name in (*PER_TOKEN, "token_level_scores")))
         self._tokens, self.columns, _ = read_step(self.path, names, root=Path(run))
         if not self.columns:
             return
@@ -160,8 +160,18 @@ class StepArchive:
             extras = parse_json(self._value(index, "extras", "{}"))
         except (ValueError, TypeError):
             extras = {}
-        parts = {name: number for name, number in found.items() if not math.isnan(number)}
+        parts: dict[str, Any] = {name: number for name, number in found.items() if not math.isnan(number)}
+        if rewards := self._turn_rewards(index):
+            parts["turn_rewards"] = " ".join(f"{reward:g}" for reward in rewards)
         return parts | (extras if isinstance(extras, dict) else {})
+
+    def _turn_rewards(self, index: int) -> list[float]:
+        """The scores on the last tokens of the model's turns, if not only the last one has a score."""
+        if not {"token_level_scores", "response_mask"} <= self._tokens.keys():
+            return []
+        scores, mask = self._row(index, "token_level_scores"), self._row(index, "response_mask")
+        ends = np.flatnonzero(np.diff([*mask, 0]) < 0)
+        return scores[ends].tolist() if scores[ends[:-1]].any() else []
 
 
 @functools.lru_cache(maxsize=8)
