@@ -28,9 +28,9 @@ class Sample:
     """One archived response, of `length` tokens; arrays are (length,), None where the run did not record the column.
 
     prompt, response: text with special tokens; the response without the token that ended it. token_texts: the part of
-    the text that each response token adds, the end token included. parts: acc, scores of models, rewards of
-    turns, and what else the scorer or the environment returned. advantages, rollout_log_probs, old_log_probs, entropies: float32, in nats where they are logs;
-    response_mask: int32, 0 where a tool or a user wrote the token.
+    the text that each response token adds, the end token included. parts: acc, scores of models, rewards of turns, and
+    what else the scorer or the environment returned. advantages, rollout_log_probs, old_log_probs, entropies: float32,
+    in nats where they are logs; response_mask: int32, 0 where a tool or a user wrote the token.
     """
 
     step: int
