@@ -68,6 +68,10 @@ MATH = [
     "math-verify>=0.9,<0.10",  # the scorer of the same name; brings an ANTLR parser of LaTeX and sympy
 ]
 
+MCP = [
+    "mcp>=2.3,<3",  # the client of environments whose tools are those of MCP servers; the tests' server
+]
+
 # Trackers, each in a process of its own (hpcrl/observe/record/trackers.py)
 WANDB = [
     "wandb>=0.19",  # offline runs in the run's folder
@@ -85,6 +89,7 @@ DOCS = [
 
 TEST = [
     *MATH,
+    *MCP,
     *DOCS,
     *WANDB,
     *MLFLOW,
@@ -133,6 +138,7 @@ setup(
         "trtllm": TRTLLM,
         "hybrid": HYBRID,
         "math": MATH,
+        "mcp": MCP,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "docs": DOCS,

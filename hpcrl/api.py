@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpcrl.rollout.environments.environment import Environment as Environment
     from hpcrl.rollout.environments.environment import Step as Step
     from hpcrl.rollout.environments.environment import Turn as Turn
+    from hpcrl.rollout.environments.mcp_tools import McpTools as McpTools
     from hpcrl.rollout.environments.shell_task import ShellTask as ShellTask
     from hpcrl.rollout.environments.tools import tool as tool
     from hpcrl.rollout.keyed_sampler import Drawn as Drawn
@@ -90,6 +91,7 @@ _MODULES = {
     # environments
     "hpcrl.rollout.environments.environment": ("Environment", "Step", "Turn"),
     "hpcrl.rollout.environments.shell_task": ("ShellTask",),
+    "hpcrl.rollout.environments.mcp_tools": ("McpTools",),
     "hpcrl.rollout.environments.tools": ("tool",),
     # algorithms; `param` declares a parameter of theirs
     "hpcrl.algorithms.parameters": ("param",),
