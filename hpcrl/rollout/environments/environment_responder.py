@@ -67,10 +67,9 @@ class EnvironmentResponder:
     _asked: dict[int, tuple[int, Request | None, Dialog]] = field(default_factory=dict, init=False)  # by conversation
     _closing: list[int] = field(default_factory=list, init=False)  # numbers of requests
 
-    def open(self, number: int, request: Request, dialog: Dialog) -> bool:
+    def open(self, number: int, request: Request, dialog: Dialog) -> None:
         self._unopened.append((number, request, dialog))
         self._open_more()
-        return True
 
     def begin(self, number: int, dialog: Dialog, text: str) -> bool:
         calls = parsed(self.parser, text, self.cfg.max_parallel_calls) if number in self._with_tools else []

@@ -54,8 +54,8 @@ class ToolResponder:
     _states: dict[int, str] = field(default_factory=dict, init=False)  # of the simulated user, JSON
     _pending: dict[int, _Pending] = field(default_factory=dict, init=False)  # in order
 
-    def open(self, number: int, request: Request, dialog: Dialog) -> bool:
-        return False
+    def open(self, number: int, request: Request, dialog: Dialog) -> None:
+        pass
 
     def begin(self, number: int, dialog: Dialog, text: str) -> bool:
         """Start the tool calls of the turn, or the user's."""

@@ -63,8 +63,8 @@ class Dialog:
 class Responder(Protocol):
     """What answers the model. Its calls do not wait."""
 
-    def open(self, number: int, request: Request, dialog: Dialog) -> bool:
-        """Begin a conversation. False: its first turn has the prompt of the request; else `poll` will return it."""
+    def open(self, number: int, request: Request, dialog: Dialog) -> None:
+        """Begin a conversation. An environment's `poll` will return the tokens of its prompt."""
 
     def begin(self, number: int, dialog: Dialog, text: str) -> bool:
         """Begin the answer to a turn, of which `text` is the model's. False: there is none."""
@@ -91,10 +91,10 @@ class TurnHandler:
     _dialogs: dict[int, Dialog] = field(default_factory=dict, init=False)
     _results: list[TurnResult] = field(default_factory=list, init=False)
 
-    def open(self, number: int, conversation: Conversation, record: Record) -> bool:
-        """Begin a conversation. Return whether a result with its prompt will follow."""
+    def open(self, number: int, conversation: Conversation, record: Record) -> None:
+        """Begin a conversation. Does not wait."""
         dialog = self._dialogs[number] = Dialog(record, conversation)
-        return self.responder.open(number, conversation.request, dialog)
+        self.responder.open(number, conversation.request, dialog)
 
     def add_turn(self, number: int, turn: np.ndarray) -> None:
         """Handle the end of a model's turn. Does not wait."""
