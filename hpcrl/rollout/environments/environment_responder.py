@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LATE_SECONDS = 120.0  # after which the process that enforces the timeouts is replaced, and all environments end
 MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of them
 FATES = ("timeouts", "crashes", "errors")
 
@@ -40,7 +41,7 @@ def environment_pool(cfg: EnvironmentConfig, most: int, log_path: str | None) ->
     at_once = cfg.num_workers or len(os.sched_getaffinity(0))
     limits = Limits(cfg.timeout, cfg.memory_limit_mb, cfg.max_processes, cfg.max_file_mb)
     source = EnvironmentSource(cfg.path, cfg.name, cfg.kwargs, limits, most, at_once)
-    return ProcessPool(source, 1, cfg.timeout, log_path=log_path)
+    return ProcessPool(source, 1, cfg.timeout + LATE_SECONDS, log_path=log_path)
 
 
 @dataclass(eq=False)

@@ -174,7 +174,7 @@ def test_methods_are_tools(make: Callable[..., AgentLoop], tokenizer: Any) -> No
 
 def test_a_failure_costs_its_sample_only(make: Callable[..., AgentLoop], tokenizer: Any, caplog: Any) -> None:
     """Each kind of it beside others; no process is left of any."""
-    loop = make("Hostile", timeout=3.0, memory_limit_mb=512, max_processes=16, max_file_mb=8)
+    loop = make("Hostile", timeout=15.0, memory_limit_mb=512, max_processes=16, max_file_mb=8)
     pool: Any = loop._pool
     prompts = [*HOSTILE, *HARMLESS] * 2
     found, metrics = run(loop, tokenizer, prompts, lambda request: "xy")
