@@ -22,10 +22,15 @@ def check_algorithm(config: Config, inputs: Collection[str]) -> None:
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a prompt, "
             "and rollout.n=1 leaves nothing to compare; use rollout.n of 2 or more"
         )
-    if "turn_states" in inputs and config.rollout.multi_turn.environment.path is None:
+    if "turn_states" in inputs and not config.rollout.multi_turn.has_environment:
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares turns of an environment, and there is none; "
-            "name one (rollout.multi_turn.environment.path), or use grpo"
+            "name one (rollout.multi_turn.environment.path, with enable=true), or use grpo"
+        )
+    if config.rollout.multi_turn.has_environment and (algorithm.use_pf_ppo or "reward_baselines" in inputs):
+        what = "use_pf_ppo=true" if algorithm.use_pf_ppo else f"adv_estimator={algorithm.adv_estimator}"
+        raise ConfigError(
+            f"algorithm.{what} does not go with rollout.multi_turn.environment, whose failed samples have no score"
         )
     if algorithm.filter_groups.enable and config.rollout.n == 1:
         raise ConfigError(

@@ -506,6 +506,10 @@ class MultiTurnConfig(Section):
     interaction_name: str = Field("Interaction", description="class in that file")
     environment: EnvironmentConfig = subsection(EnvironmentConfig, "an environment, in place of tools and users")
 
+    @property
+    def has_environment(self) -> bool:
+        return self.enable and self.environment.path is not None
+
 
 class CheckpointEngineConfig(Section):
     """How weights go from the actor to the engine; the name is verl's."""
@@ -1043,9 +1047,8 @@ class Config(Section):
     @property
     def uses_rules(self) -> bool:
         """Whether the score uses rules or a custom function. An environment takes the place of the rules."""
-        multi_turn, custom = self.rollout.multi_turn, self.reward.custom_reward_function.path is not None
-        acts = multi_turn.enable and multi_turn.environment.path is not None
-        return self.reward.rule_weight != 0 and (custom or not acts)
+        custom = self.reward.custom_reward_function.path is not None
+        return self.reward.rule_weight != 0 and (custom or not self.rollout.multi_turn.has_environment)
 
     @property
     def dtypes(self) -> set[str]:

@@ -98,6 +98,11 @@ class OnlineDpo(Train):
             "actor": actor.model_copy(update={"use_kl_loss": loss.reference}),
         }
         derived = derive.check(config.model_copy(update=like_train), num_ranks, own_roles=cls.own_specs())
+        if config.rollout.multi_turn.has_environment:
+            raise ConfigError(
+                "rollout.multi_turn.environment does not go with online DPO, whose pairs need a score of each sample; use "
+                "`hpcrl train`"
+            )
         longest = derived.max_sequence_length
         if actor.ppo_max_token_len_per_gpu < 2 * longest:
             raise ConfigError(

@@ -140,7 +140,7 @@ class Trajectory:
     `mask` int32 is 1 on tokens that the model wrote and 0 on those of tools and users, whose `log_probs` are 0.
     `routed_experts` as in a completion. `pictures` are those that tools returned. prompt_ids int32: if they are not
     those of the request. rewards fp32 and states int32: of turns, and of the environment before them, on their last
-    tokens. info: what the environment said at the end. With the finish reason "error" it failed, and `mask` is 0.
+    tokens. info: the last of the environment. With the finish reason "error" it failed, and `mask` is 0.
     """
 
     token_ids: np.ndarray

@@ -146,6 +146,8 @@ class ActorWorker(ModelWorker):
             rewards, metrics = apply_kl_in_reward(scores, old, ref, mask, beta=kl_coef, kind=algorithm.kl_penalty)
         tensors, reduce = self._estimator_tensors(batch), self.sum_over_replicas
         advantages, returns = self.estimator(rewards, counted, params=self.estimator_params, reduce=reduce, **tensors)
+        if "index" in tensors:
+            advantages = advantages.masked_fill(torch.from_numpy(_alone(batch))[:, None], 0.0)
         statistics = response_statistics(
             prompt_length=torch.from_numpy(batch.samples["prompt_length"]),
             response_length=torch.from_numpy(column.lengths),
@@ -255,6 +257,17 @@ class ActorWorker(ModelWorker):
 
 
 def _groups(batch: DataProto) -> np.ndarray:
-    """The prompt of each sample, int64 (N,). A sample without tokens that count is a group of its own."""
-    counts = batch.fetch("response_mask").padded().any(1).numpy()
-    return np.where(counts, batch.samples["prompt"].astype(np.int64), -1 - np.arange(len(counts)))
+    """The prompt of each sample, int64 (N,). A sample whose environment failed is a group of its own."""
+    prompts = batch.samples["prompt"].astype(np.int64)
+    return np.where(_has_failed(batch), -1 - np.arange(len(prompts)), prompts)
+
+
+def _alone(batch: DataProto) -> np.ndarray:
+    """Whether the environments of all other samples of the prompt failed, bool (N,): there is nothing to compare."""
+    prompts, failed = batch.samples["prompt"], _has_failed(batch)
+    _, group, size = np.unique(prompts, return_inverse=True, return_counts=True)
+    return (np.bincount(group, ~failed)[group] == 1) & (size[group] > 1)
+
+
+def _has_failed(batch: DataProto) -> np.ndarray:
+    return ~batch.fetch("response_mask").padded().any(1).numpy()

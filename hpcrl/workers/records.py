@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 TOKENS = (
     *("input_ids", "response_mask", "rollout_log_probs", "routed_experts", "old_log_probs", "ref_log_prob", "values"),
     *("token_level_scores", "token_level_rewards", "advantages", "returns", "rollout_is_weights", "loss_mask"),
-    *("teacher_log_prob", "verdicts", "entropies", *UPDATE_COLUMNS),
+    *("teacher_log_prob", "verdicts", "entropies", "turn_rewards", "turn_states", *UPDATE_COLUMNS),
 )
 SAMPLES = (
     *("position", "prompt", "row", "epoch", "sample_index", "prompt_length", "response_length", "finish_reason"),
     *("weight_version_min", "weight_version_max", "score", "acc", "extras"),
     *("rm_score?", "judge_score?", "reward_baseline?", "num_turns?", "tool_call_counts?", "tool_pictures?"),
+    "environment?",
 )
 
 
@@ -85,6 +86,8 @@ class ArchiveWorker(InputsWorker):
                 "data_source": self.sources[row],
                 "extras": json.dumps(samples["extras"]),
             }
+            if "environment" in samples:
+                samples["environment"] = json.dumps(samples["environment"])
             tokens = {name: column.row(index) for name, column in columns.items()}
             if self.inputs.images is not None:
                 samples["pictures"] = json.dumps(self._keep_pictures(row))

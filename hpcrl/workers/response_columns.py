@@ -38,8 +38,8 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
         "response_mask": Ragged.from_rows([found.mask for found in trajectories], np.int32),
         "rollout_log_probs": Ragged.from_rows([found.log_probs for found in trajectories], np.float32),
     }
-    if trajectories and trajectories[0].routed_experts is not None:
-        parts = [found.routed_experts for found in trajectories]
+    parts = [found.routed_experts for found in trajectories]
+    if any(part is not None for part in parts):
         columns["routed_experts"] = _experts(parts, prompt_length + response_length)
     reasons = np.array([found.finish_reason for found in trajectories], dtype=object)
     samples = {"prompt_length": prompt_length, "response_length": response_length, "finish_reason": reasons}
@@ -58,28 +58,26 @@ def _prefill_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
 
 
 def environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
-    """`turn_rewards` and `turn_states`, on the last token of each turn, and `environment`, what was said at the end of
-    each sample."""
+    """`turn_rewards` and `turn_states`, on the last token of each turn, and `environment`, its last info of each
+    sample."""
     columns: Columns = {
         "turn_rewards": Ragged.from_rows([it.rewards for it in trajectories if it.rewards is not None], np.float32),
         "turn_states": Ragged.from_rows([it.states for it in trajectories if it.states is not None], np.int32),
     }
-    said = np.empty(len(trajectories), object)
-    said[:] = [dict(found.info or {}) for found in trajectories]
-    return DataProto(columns, {"environment": said}, {})
+    infos = np.empty(len(trajectories), object)
+    infos[:] = [dict(found.info or {}) for found in trajectories]
+    return DataProto(columns, {"environment": infos}, {})
 
 
 def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
     """Column `routed_experts` (see `hpcrl.engine.microbatch`); tokens that were not run, such as the last one, have no
     record."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        raise ValueError(f"{len(parts) - len(known)} of {len(parts)} responses have no routed_experts")
-    width = known[0].shape[1]
+    width = next(part.shape[1] for part in parts if part is not None)
     values = np.full((int(lengths.sum()), width), NOT_RECORDED, np.int16)
     ends = lengths.cumsum().tolist()
-    for part, end, length in zip(known, ends, lengths.tolist(), strict=True):
-        values[end - length :][: len(part)] = part
+    for part, end, length in zip(parts, ends, lengths.tolist(), strict=True):
+        if part is not None:  # else its environment failed before the model had run
+            values[end - length :][: len(part)] = part
     return Ragged.from_lengths(values.reshape(-1), lengths * width)
 
 
@@ -88,6 +86,7 @@ def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, 
     scores: read their scores as well."""
     needs_experts = worker.config.actor.router_replay.mode == "R3"
     names = [*RECORDED, *["token_level_scores"] * scores, *["routed_experts?"] * needs_experts]
+    names += ["turn_rewards?", "turn_states?"]
     tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
     if needs_experts and "routed_experts" not in tokens:
         raise InputError(
@@ -98,7 +97,9 @@ def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, 
     samples = {name: values[rows] for name, values in samples.items()}
     _check_fit(worker, folder, tokens, [samples[name].tolist() for name in ("uid", "row", "epoch")])
     columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
-    optional = ["num_turns", "tool_call_counts", "tool_pictures"]
+    optional = ["num_turns", "tool_call_counts", "tool_pictures", "environment"]
+    if "environment" in samples:
+        samples["environment"] = np.array([json.loads(text) for text in samples["environment"]], object)
     if scores:
         optional += ["score", "acc", "extras", "rm_score", "judge_score"]
         samples["extras"] = np.array([json.loads(text) for text in samples["extras"]], object)

@@ -112,7 +112,7 @@ class RolloutWorker(Worker):
         if self.agent is not None:
             columns.samples |= turn_columns(trajectories)
             counts |= turn_metrics(trajectories)
-            if self.config.rollout.multi_turn.environment.path is not None:
+            if self.config.rollout.multi_turn.has_environment:
                 columns = columns.union(environment_columns(trajectories))
         if self.pictures is not None and shown is not None:
             options = {"has_tools": self.agent is not None, "archives": "weight_version" in batch.meta_info}

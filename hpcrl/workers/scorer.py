@@ -133,8 +133,8 @@ class ScorerWorker(Worker):
         scorer's, else its score, and NaN where scoring failed; `extras`, what else the scorer returned, {} where
         scoring failed.
 
-        The rewards of an environment, `turn_rewards`, are on the last tokens of turns, and are added. What it said at
-        the end, `environment`, is in the extras, its `acc` in place of the scorer's; `acc` is NaN where it failed.
+        The rewards of an environment, `turn_rewards`, are on the last tokens of turns, and are added. Its last info,
+        `environment`, is in the extras, its `acc` in place of the scorer's; `acc` is NaN where the environment failed.
 
         A reward model's `rm_score` and a judge's `judge_score` are added: score = rule_weight * rule + the sum of
         weight * score over the two. Then the extras hold all parts, as `rule_score`, `rm_score` and `judge_score`;
@@ -160,7 +160,7 @@ class ScorerWorker(Worker):
             values += rewards
             owners = np.repeat(np.arange(len(lengths)), lengths)
             scores = scores + np.bincount(owners, rewards, len(lengths)).astype(np.float32)
-            acc = _environment_accuracy(batch, scores, extras)
+            acc = _environment_accuracy(batch, scores if self.scorer.manager is None else acc, extras)
         samples = {"score": scores, "acc": acc, "extras": np.array(extras, object)}
         if "show" in batch.samples:
             prompts, tokenizer = self.scorer.prompts[split], self.scorer.tokenizer
@@ -220,13 +220,14 @@ def response_text(tokenizer: PreTrainedTokenizerBase, response: np.ndarray) -> s
     return str(tokenizer.decode(ids[:-1] if ids and ids[-1] in end_token_ids(tokenizer) else ids))
 
 
-def _environment_accuracy(batch: DataProto, scores: np.ndarray, extras: list[dict[str, float | str]]) -> np.ndarray:
-    """Add what environments said to the extras, and return the accuracy of each sample, float32 (N,)."""
-    found, samples = scores.copy(), batch.samples
-    for index, (said, reason) in enumerate(zip(samples["environment"], samples["finish_reason"], strict=True)):
-        extras[index] = extras[index] | said
-        acc = said.get("acc", scores[index])
-        found[index] = np.nan if reason == "error" or isinstance(acc, str) else acc
+def _environment_accuracy(batch: DataProto, acc: np.ndarray, extras: list[dict[str, float | str]]) -> np.ndarray:
+    """Add the infos of environments to the extras, and return the accuracy of each sample, float32 (N,): theirs, else
+    `acc`, and NaN where they failed."""
+    found, samples = acc.copy(), batch.samples
+    for index, (info, reason) in enumerate(zip(samples["environment"], samples["finish_reason"], strict=True)):
+        extras[index] = extras[index] | info
+        value = info.get("acc", found[index])
+        found[index] = np.nan if reason == "error" or isinstance(value, str) else value
     return found
 
 

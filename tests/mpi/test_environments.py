@@ -17,6 +17,7 @@ from tests.mpi.lab import Lab, interrupted, metrics, on, reused
 
 pytestmark = pytest.mark.ci_world(2)
 
+COMPARED = "critic/score/mean", "critic/advantages/max", "actor/grad_norm"
 NAMES = "response_mask", "token_level_scores", "advantages"
 # Random weights end few turns: here every turn may be cut, and is answered.
 ENVIRONMENT = """
@@ -32,7 +33,7 @@ class Echo(Environment):
         if self.seed % 5 == 0 and len(turn.text) % 2:
             raise ValueError("a bad move")
         reward = sum(map(ord, turn.text)) % 7 / 7
-        done = turn.is_cut or self.turns == 3
+        done = turn.is_last or self.turns == 3
         return Step([{"role": "user", "content": "1"}], done, reward, {"acc": reward, "turns": self.turns})
 """
 
@@ -40,7 +41,7 @@ class Echo(Environment):
 def sections(lab: Lab, estimator: str) -> dict[str, Any]:
     environment = {"path": str(lab.folder / "e.py"), "name": "Echo"}
     return {
-        # Answers come when they come, and exact log-probs do not depend on what is computed with them.
+        # The times at which answers arrive vary, and exact log-probs do not depend on what is computed with them.
         "rollout": {"exact": True, "multi_turn": {"enable": True, "environment": environment}},
         "data": {"max_response_length": 24},
         "algorithm": {"adv_estimator": estimator, "use_kl_in_reward": False},
@@ -73,6 +74,11 @@ def test_a_job_with_an_environment(world: Any, lab: Lab, straight: Any, estimato
     for step, line in metrics(resumed).items():
         names = [name for name in line if not name.startswith("env/")]  # environments are not asked again
         assert {name: line[name] for name in names} == {name: found[step].get(name) for name in names}
+
+    # Rewards and states of turns are in the archive.
+    replay = {"total_training_steps": 1, "rollouts_from": str(whole / "rollouts")}
+    replayed = metrics(lab.run(f"replayed_{estimator}", placement, **keys, trainer=replay))[1]
+    assert {name: replayed[name] for name in COMPARED} == {name: found[1][name] for name in COMPARED}
 
 
 def check_samples(tokens: dict[str, Ragged], samples: dict[str, np.ndarray]) -> None:

@@ -16,17 +16,18 @@ Schema: TypeAlias = dict[str, Any]  # of a tool, in OpenAI's format
 
 class Turn(NamedTuple):
     """What the model wrote. text: without its end-of-sequence token. calls: tool calls in it, if there are tools.
-    is_cut: the response ended here because it has as many tokens as it may have."""
+    is_last: the
+    response ends here, whatever the answer, because it may have no more tokens or turns."""
 
     text: str
     calls: Sequence[Call] = ()
-    is_cut: bool = False
+    is_last: bool = False
 
 
 class Step(NamedTuple):
-    """The answer to a turn. messages: what the model reads next. done: the trajectory ends. reward: of this turn, on
-    its last token; None: 0. info: numbers and texts; those of the last step stay with the sample, and its `acc` is the
-    sample's accuracy."""
+    """The answer to a turn. messages: what the model reads next; without any, and if they do not fit into the response,
+    the trajectory ends. done: it ends. reward: of this turn, on its last token; None: 0. info: numbers and texts; those
+    of the last step stay with the sample, and its `acc` is the sample's accuracy."""
 
     messages: Sequence[Message] = ()
     done: bool = False
@@ -44,16 +45,17 @@ class Environment:
     Methods marked `@tool` are tools of the model. They may change the object, return what functions marked `@tool`
     return, and raise: the model reads the error.
 
-    state: for estimators that compare turns from equal states (`gigpo`): a text or a number of the state before the
-    next turn; None: turns are compared whose messages before them are equal.
+    state: a text or a number of the state before the next turn, for estimators that compare turns from equal states
+    (`gigpo`); None: the messages since the turn before stand for it. record: of the row, set before `reset`.
     """
 
     state: str | int | None = None
+    record: dict[str, Any]
 
     @classmethod
     def check(cls) -> None:
-        """Called once at the start of a job, on each rollout leader. Raise if the machine cannot run the environment:
-        the job ends with this line."""
+        """Called when the file has been loaded, on each rollout leader. Raise if the machine cannot run the
+        environment: the job ends with this line."""
 
     def reset(
         self, record: dict[str, Any], seed: int
@@ -87,7 +89,7 @@ class Environment:
         if not isinstance(call, ToolCall):
             return f"error: {call.why}"
         try:
-            found = run_tool(self.tools, call.name, call.arguments, None, is_text=call.is_text)
+            found = run_tool(self.tools, call.name, call.arguments, self.record, is_text=call.is_text)
         except Exception as error:
             return f"error: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return f"error: {found.text}" if found.rejected else found.text
@@ -98,7 +100,6 @@ def load_environment(path: str, name: str) -> type[Environment]:
     made = getattr(import_file(path), name, None)
     if not isinstance(made, type):
         raise ImportError(f"no class {name!r} in it")
-    missing = [method for method in ("reset", "step", "close") if not callable(getattr(made, method, None))]
-    if missing:
-        raise ImportError(f"class {name!r} has no method {' and no '.join(missing)}; extend hpcrl.api.Environment")
+    if not issubclass(made, Environment):
+        raise ImportError(f"class {name!r} does not extend it")
     return made

@@ -16,10 +16,10 @@ from hpcrl.algorithms.metrics import Mean, Metric, Sum
 from hpcrl.rollout.environments.environment import Message, Schema, Turn
 from hpcrl.rollout.environments.environment_worker import EnvironmentSource, Started, Stepped
 from hpcrl.rollout.environments.tools import Parser, parsed
-from hpcrl.rollout.environments.turn_handler import Dialog, Record, Reply
+from hpcrl.rollout.environments.turn_handler import Dialog, Info, Record, Reply
 from hpcrl.rollout.protocol import Request
 from hpcrl.runtime.exits import InputError, folded
-from hpcrl.sandbox.forks import FIRST, LAST, Limits
+from hpcrl.sandbox.forked_children import FIRST, LAST, ChildLimits
 from hpcrl.sandbox.process_pool import ProcessPool
 from hpcrl.sandbox.worker import Outcome
 
@@ -39,7 +39,7 @@ def environment_pool(cfg: EnvironmentConfig, most: int, log_path: str | None) ->
     """The process that forks environments, at most `most` at a time. Raises InputError if the file is unusable."""
     assert cfg.path is not None
     at_once = cfg.num_workers or len(os.sched_getaffinity(0))
-    limits = Limits(cfg.timeout, cfg.memory_limit_mb, cfg.max_processes, cfg.max_file_mb)
+    limits = ChildLimits(cfg.timeout, cfg.memory_limit_mb, cfg.max_processes, cfg.max_file_mb)
     source = EnvironmentSource(cfg.path, cfg.name, cfg.kwargs, limits, most, at_once)
     return ProcessPool(source, 1, cfg.timeout + LATE_SECONDS, log_path=log_path)
 
@@ -75,7 +75,7 @@ class EnvironmentResponder:
     def begin(self, number: int, dialog: Dialog, text: str) -> bool:
         calls = parsed(self.parser, text, self.cfg.max_parallel_calls) if number in self._with_tools else []
         dialog.num_tool_calls += len(calls)
-        turn = Turn(text, calls, is_cut=dialog.conversation.finish_reason == "length")
+        turn = Turn(text, calls, is_last=dialog.over is not None)
         self._ask(number, {"turn": turn}, None, dialog)
         return True
 
@@ -94,12 +94,27 @@ class EnvironmentResponder:
             else:
                 yield number, self._reply(outcome)
 
-    def close(self, number: int) -> None:
-        self._asked.pop(number, None)
+    def close(self, number: int, info: Info | None = None) -> None:
+        for name, value in (info or {}).items():
+            if not isinstance(value, str):
+                self._note(name, value)
+        if (asked := self._asked.pop(number, None)) is not None:
+            self._closing.append(asked[0])
         self._with_tools.discard(number)
         if (key := self._open.pop(number, None)) is not None:
             self._closing.append(self.pool.submit({"key": key, LAST: True}))
         self._open_more()
+
+    def end(self) -> None:
+        self._unopened.clear()
+        for number in list(self._open):
+            self.close(number)
+        for closed in self._closing:
+            self.pool.take(closed)
+        self._closing = []
+
+    def reject(self, error: Exception) -> None:
+        self._failed("errors", f"its messages: {folded(error)}")
 
     def metrics(self) -> dict[str, Metric]:
         found: dict[str, Metric] = {f"env/{name}": Sum(float(self.counts[name])) for name in ("steps", *FATES)}
@@ -136,10 +151,6 @@ class EnvironmentResponder:
         step = stepped.step
         self.counts["steps"] += 1
         self._note("reward_per_turn", step.reward or 0.0)
-        if step.done:
-            for name, value in step.info.items():
-                if not isinstance(value, str):
-                    self._note(name, value)
         return Reply(step.messages, step.done, step.reward or 0.0, info=step.info, state=stepped.state)
 
     def _note(self, name: str, value: float) -> None:

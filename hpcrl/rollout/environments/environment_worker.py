@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
 from hpcrl.rollout.environments.environment import Environment, Message, Schema, Step, load_environment
-from hpcrl.rollout.environments.tool_worker import bounded
+from hpcrl.rollout.environments.tool_worker import MAX_CHARACTERS, bounded
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox import worker
-from hpcrl.sandbox.forks import FIRST, LAST, ForkServer, Limits
+from hpcrl.sandbox.forked_children import FIRST, LAST, ChildLimits, ForkedChildren
 from hpcrl.sandbox.worker import Outcome, Ready, describe, use_one_thread
 
 ROLES = ("user", "tool", "system")
@@ -48,7 +49,7 @@ class EnvironmentSource:
     path: str
     name: str
     kwargs: Mapping[str, Any]
-    limits: Limits
+    limits: ChildLimits
     most: int
     at_once: int
     topic: ClassVar[str] = "rollout.multi_turn.environment"
@@ -58,20 +59,25 @@ class EnvironmentSource:
         worker.supervise(lambda: self._work(pipe), log, most)
 
     def load_error(self, why: str) -> InputError:
-        return InputError(
-            f"{self.topic}.path={self.path}: cannot load {self.name!r}: {why}; expected a Python file with a class of "
-            "this name that extends hpcrl.api.Environment"
-        )
+        return InputError(f"{self.topic}.path={self.path}: {why}")
 
     def _work(self, pipe: Connection) -> None:
         use_one_thread()
         try:
             kind = load_environment(self.path, self.name)
-            getattr(kind, "check", lambda: None)()
+            inspect.signature(kind).bind(**self.kwargs)
         except BaseException as error:  # user code may raise SystemExit too
-            pipe.send(Ready(why=describe(error)))
+            why = (
+                f"cannot load {self.name!r}: {describe(error)}; expected a Python file with a class of this name that "
+            )
+            pipe.send(Ready(why=f"{why}extends hpcrl.api.Environment and takes the keys of {self.topic}.kwargs"))
             return
-        ForkServer(pipe, lambda: Served(kind, self.kwargs).answer, self.limits, self.at_once).run()
+        try:
+            kind.check()
+        except BaseException as error:
+            pipe.send(Ready(why=f"{self.name} cannot run here: {' '.join(str(error).split())}"))
+            return
+        ForkedChildren(pipe, lambda: Served(kind, self.kwargs).answer, self.limits, self.at_once).run()
 
 
 @dataclass
@@ -80,30 +86,35 @@ class Served:
 
     kind: type[Environment]
     kwargs: Mapping[str, Any]
-    made: list[Environment] = field(default_factory=list)
+    environment: Environment | None = None
 
     def answer(self, request: Mapping[str, Any]) -> Outcome:
         """The outcome of one request; what the environment raises is raised."""
         if request.get(FIRST):
-            self.made = [self.kind(**self.kwargs)]
-            return Outcome("ok", self._start(request["record"], request["seed"]))
+            self.environment = self.kind(**self.kwargs)
+            return Outcome("ok", self._start(self.environment, request["record"], request["seed"]))
+        assert self.environment is not None
         if request.get(LAST):
-            self.made[0].close()
+            self.environment.close()
             return Outcome("ok", None)
-        step = checked(self.made[0].step(request["turn"]))
-        return Outcome("ok", Stepped(step, self._state(step.messages)))
+        step = checked(self.environment.step(request["turn"]))
+        return Outcome("ok", Stepped(step, self._state(self.environment, step.messages)))
 
-    def _start(self, record: dict[str, Any], seed: int) -> Started:
-        found: Any = self.made[0].reset(record, seed)
+    def _start(self, environment: Environment, record: dict[str, Any], seed: int) -> Started:
+        environment.record = record
+        found: Any = environment.reset(record, seed)
         messages, tools = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if tools is None:
-            tools = [tool.schema for tool in getattr(self.made[0], "tools", {}).values()] or None
-        checked = checked_messages(messages, "reset")
-        return Started(checked, None if tools is None else list(tools), self._state(checked))
+            tools = [tool.schema for tool in environment.tools.values()] or None
+        elif not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise TypeError(f"reset returned tools of type {type(tools).__name__}; expected a list of schemas")
+        found = checked_messages(messages, "reset")
+        return Started(found, None if tools is None else json.loads(json.dumps(tools)), self._state(environment, found))
 
-    def _state(self, messages: Sequence[Message]) -> int:
+    @staticmethod
+    def _state(environment: Environment, messages: Sequence[Message]) -> int:
         """The number of `state`, or else of the messages that the model reads next."""
-        state = getattr(self.made[0], "state", None)
+        state = environment.state
         text = json.dumps([list(message.values()) for message in messages]) if state is None else str(state)
         return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=4).digest(), "little") >> 1 or 1
 
@@ -124,7 +135,8 @@ def checked_messages(messages: Any, what: str) -> list[Message]:
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise TypeError(f"{what} returned messages of type {type(messages).__name__}; expected a list of messages")
     found: list[Message] = []
-    for message in messages[:MAX_MESSAGES]:
+    messages = messages[:MAX_MESSAGES]
+    for message in messages:
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ROLES or not isinstance(message.get("content"), str):
             raise TypeError(
@@ -132,7 +144,9 @@ def checked_messages(messages: Any, what: str) -> list[Message]:
                 "'content': text}"
             )
         names = {key: str(message[key]) for key in ("name", "tool_call_id") if key in message}
-        found.append({"role": role, "content": bounded(message["content"]), **names})
+        # Values of exact types: the rank has not loaded the classes of the user's file.
+        content = bounded("".join((message["content"],)), MAX_CHARACTERS // len(messages))
+        found.append({"role": ROLES[ROLES.index(role)], "content": content, **names})
     return found
 
 

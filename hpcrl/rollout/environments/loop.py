@@ -217,7 +217,7 @@ class AgentLoop:
             )
         finally:
             if handler is not None:
-                handler.close()
+                handler.responder.end()
         if handler is not None:
             waited = {} if starts else {"perf/environment_wait_s": Sum(source.waited)}
             metrics = handler.responder.metrics() | waited

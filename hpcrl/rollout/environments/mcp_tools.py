@@ -43,7 +43,7 @@ class McpTools(Environment):
         return [], [_schema(tool.model_dump(by_alias=True)) for tool in tools]
 
     def step(self, turn: Turn) -> Step:
-        if not turn.calls or turn.is_cut:
+        if not turn.calls or turn.is_last:
             return Step(done=True)
         return Step([{"role": "tool", "name": call.name, "content": self._answer_of(call)} for call in turn.calls])
 

@@ -64,7 +64,7 @@ class ShellTask(Environment):
         return ran.output if ran.fate == "ok" else f"{ran.output}[{ran.fate}, exit code {ran.returncode}]"
 
     def step(self, turn: Turn) -> Step:
-        if turn.calls and not turn.is_cut:
+        if turn.calls and not turn.is_last:
             return Step(self.call_tools(turn.calls))
         for path, text in (self.row.get("test_files") or {}).items():
             self.box.write(path, text.encode())

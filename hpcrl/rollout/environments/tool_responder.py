@@ -12,7 +12,7 @@ from hpcrl.algorithms.metrics import Mean, Metric, Sum
 from hpcrl.rollout.environments.conversation import Message
 from hpcrl.rollout.environments.tool_worker import ToolAnswer
 from hpcrl.rollout.environments.tools import BadCall, Call, Parser, parsed
-from hpcrl.rollout.environments.turn_handler import Dialog, Reply
+from hpcrl.rollout.environments.turn_handler import Dialog, Info, Reply
 from hpcrl.rollout.protocol import Request
 from hpcrl.sandbox.process_pool import ProcessPool
 from hpcrl.sandbox.worker import Outcome
@@ -87,9 +87,15 @@ class ToolResponder:
             else:
                 yield number, self._user_reply(number, outcomes[0])
 
-    def close(self, number: int) -> None:
+    def close(self, number: int, info: Info | None = None) -> None:
         self._states.pop(number, None)
         self._pending.pop(number, None)
+
+    def end(self) -> None:
+        pass
+
+    def reject(self, error: Exception) -> None:
+        raise error
 
     def metrics(self) -> dict[str, Metric]:
         """Counts of calls, and the tools' own metrics."""

@@ -157,7 +157,7 @@ def call_user(
     return UserAnswer(bool(ends), bounded(str(text)), score, json.dumps(values))
 
 
-def bounded(text: str) -> str:
-    """Return the text, or its first and last characters if it has more than MAX_CHARACTERS."""
-    half = MAX_CHARACTERS // 2
-    return text if len(text) <= MAX_CHARACTERS else text[:half] + text[-half:]
+def bounded(text: str, most: int = MAX_CHARACTERS) -> str:
+    """Return the text, or its first and last characters if it has more than `most`."""
+    half = most // 2
+    return text if len(text) <= most else text[:half] + text[-half:]

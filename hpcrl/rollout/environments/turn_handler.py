@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import MultiTurnConfig
 
 Record = Mapping[str, Any]
+Info = Mapping[str, "float | str"]
 
 
 class TurnResult(NamedTuple):
@@ -28,7 +29,7 @@ class TurnResult(NamedTuple):
     num_tool_calls: int = 0
     turn_scores: tuple[float, ...] = ()
     prompt_ids: np.ndarray | None = None
-    info: Mapping[str, float | str] | None = None  # of an environment
+    info: Info | None = None  # of an environment
 
 
 class Reply(NamedTuple):
@@ -39,7 +40,7 @@ class Reply(NamedTuple):
     ends: bool = False
     reward: float | None = None
     failed: bool = False
-    info: Mapping[str, float | str] | None = None
+    info: Info | None = None
     state: int = 0
 
 
@@ -56,7 +57,7 @@ class Dialog:
     num_answers: int = 0
     num_tool_calls: int = 0
     turn_scores: list[float] = field(default_factory=list)
-    info: Mapping[str, float | str] | None = None
+    info: Info | None = None
     state: int = 0  # before the latest turn
 
 
@@ -72,8 +73,14 @@ class Responder(Protocol):
     def poll(self) -> Iterable[tuple[int, Reply | np.ndarray]]:
         """Return the conversations that have an answer, or the tokens of their prompt."""
 
-    def close(self, number: int) -> None:
-        """End a conversation."""
+    def close(self, number: int, info: Info | None = None) -> None:
+        """End a conversation. info: the environment's last."""
+
+    def end(self) -> None:
+        """End all conversations, and wait until they have ended."""
+
+    def reject(self, error: Exception) -> None:
+        """Count that the template does not render what was answered, or raise."""
 
     def metrics(self) -> dict[str, Metric]:
         """Counts of what was answered."""
@@ -116,12 +123,6 @@ class TurnHandler:
         found, self._results = self._results, []
         return found
 
-    def close(self) -> None:
-        """End the conversations that are left, of a generation that was given up."""
-        for number in self._dialogs:
-            self.responder.close(number)
-        self._dialogs = {}
-
     def _over(self, dialog: Dialog) -> FinishReason | None:
         """Why the model may write no other turn, if it may not."""
         conversation, answers = dialog.conversation, self.cfg.max_user_turns
@@ -152,7 +153,12 @@ class TurnHandler:
             it | {"content": self.template.shortened(it["content"], limit, side)} if it["role"] == "tool" else it
             for it in messages
         ]
-        answer = self.template.answer(shortened, dialog.turn_end)
+        try:
+            answer = self.template.answer(shortened, dialog.turn_end)
+        except Exception as error:  # a template may raise for roles and their order
+            self.responder.reject(error)
+            self._end(number, "error")
+            return
         if dialog.conversation.num_tokens + len(answer.token_ids) >= self.max_tokens:  # no room for the model
             self._end(number, "length")
             return
@@ -162,9 +168,10 @@ class TurnHandler:
 
     def _end(self, number: int, finish_reason: FinishReason) -> None:
         dialog = self._dialogs.pop(number)
-        self.responder.close(number)
+        info = None if finish_reason == "error" else dialog.info
+        self.responder.close(number, info)
         counted = dialog.num_tool_calls, tuple(dialog.turn_scores)
-        self._results.append(TurnResult(number, None, finish_reason, *counted, info=dialog.info))
+        self._results.append(TurnResult(number, None, finish_reason, *counted, info=info))
 
 
 def _as_text(message: Message) -> Message:

@@ -80,12 +80,14 @@ def differing(batch: DataProto, metric: str) -> np.ndarray:
 
 
 def metric_values(samples: Mapping[str, np.ndarray], metric: str, *, required: bool) -> np.ndarray:
-    """float64 (N,): the score for `reward`, otherwise what the scorer returned under that key; NaN where there is none.
+    """float64 (N,): the score for `reward`, otherwise what the scorer returned under that key; NaN where there is none,
+    and where the environment failed.
 
     Raises InputError if no sample has one and it is `required`.
     """
     key = "score" if metric in ("reward", "seq_reward", "seq_final_reward") else metric
-    return numbers_of(samples, key, "algorithm.filter_groups.metric", required=required)
+    values = numbers_of(samples, key, "algorithm.filter_groups.metric", required=required)
+    return np.where(samples["finish_reason"] == "error", np.nan, values) if "finish_reason" in samples else values
 
 
 def numbered(batch: DataProto, step: int) -> DataProto:
@@ -127,7 +129,9 @@ def scoring(controller: Controller, batch: DataProto, cfg: RewardConfig) -> Step
 def failed_scores(batch: DataProto) -> dict[str, int]:
     """`reward/<how>` -> number of the batch's scores that failed in that way."""
     counts = finish(merge(batch.metrics)) if batch.metrics else {}
-    return {name: int(counts[name]) for fate in FATES if (name := f"reward/{fate}") in counts}
+    failed = {name: int(counts[name]) for fate in FATES if (name := f"reward/{fate}") in counts}
+    environments = int((batch.samples["finish_reason"] == "error").sum()) if "finish_reason" in batch.samples else 0
+    return failed | ({"environments": environments} if environments else {})
 
 
 MOST_SHOWN = 5  # values of a metric in an error
@@ -156,7 +160,7 @@ class FirstSamples:
             how = ", ".join(f"{name} {count}" for name, count in self.failed.items() if count)
             raise InputError(
                 f"all of the first {self.failed.total()} scores failed ({how}); logs/rank_*.log and "
-                "logs/scorer_*.log have the reasons; fix the scorer or its data"
+                "logs/scorer_*.log have the reasons; fix the scorer, the environment or the data"
             )
 
     def check_metric(self, batch: DataProto) -> None:

@@ -12,17 +12,17 @@ import contextlib
 import math
 import os
 import resource
-import select
 import signal
 import socket
 import struct
+import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from hpcrl.sandbox import process_tree
@@ -37,9 +37,9 @@ FIRST, LAST = "first", "last"  # entries of requests: the first of a key starts 
 Serve = Callable[[dict[str, Any]], Outcome]
 
 
-class Limits(NamedTuple):
-    """Of each child and its descendants. seconds: of one request. memory_mb: address space beyond that of the process
-    that forks, and memory of all. file_mb: of each file that it writes."""
+class ChildLimits(NamedTuple):
+    """Limits of a child. seconds: of one request. memory_mb: of the child, beyond what it is forked with, and of it and
+    its descendants together. processes: of these. file_mb: of each file."""
 
     seconds: float
     memory_mb: int
@@ -58,13 +58,13 @@ class _Child:
 
 
 @dataclass
-class ForkServer:
+class ForkedChildren:
     """make: called in each new child; returns what answers its requests. at_once: requests that run at the same
     time."""
 
     pipe: Connection
     make: Callable[[], Serve]
-    limits: Limits
+    limits: ChildLimits
     at_once: int
     _children: dict[Any, _Child] = field(default_factory=dict)
     _waiting: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)
@@ -90,8 +90,7 @@ class ForkServer:
     def _receive(self) -> bool:
         """Wait for messages and handle them. False if the pipe has closed."""
         pipes: dict[Any, Any] = {child.pipe: key for key, child in self._children.items()}
-        ready, _, _ = select.select([self.pipe, *pipes], [], [], TICK_SECONDS)
-        for pipe in ready:
+        for pipe in wait([self.pipe, *pipes], TICK_SECONDS):
             if pipe is self.pipe:
                 try:
                     self._waiting.append(self.pipe.recv())
@@ -102,7 +101,7 @@ class ForkServer:
         return True
 
     def _begin(self) -> None:
-        """Hand requests that wait to their children, as many as may run."""
+        """Send requests that wait to their children, as many as may run."""
         running = sum(child.number is not None for child in self._children.values())
         while self._waiting and running < self.at_once:
             number, request = self._waiting.popleft()
@@ -119,7 +118,7 @@ class ForkServer:
                 self._reply(number, Outcome("ok", None) if done else Outcome("crashes", None, "its process has ended"))
                 continue
             if child.number is not None:  # the leader does not wait for it
-                self._end(key, Outcome("crashes", None, "its trajectory was given up"))
+                self._end(key, Outcome("crashes", None, "cancelled"))
                 self._reply(number, Outcome("ok", None))
                 continue
             child.number, child.is_last = number, request.get(LAST, False)
@@ -128,14 +127,14 @@ class ForkServer:
             try:
                 child.pipe.send(request)
             except OSError:
-                self._end(key, Outcome("crashes", None, "its process has ended"))
+                self._died(key, child)
 
     def _answer(self, key: Any, child: _Child) -> None:
         """Pass on a child's answer; it may have died instead."""
         try:
             outcome = child.pipe.recv()
         except (EOFError, OSError):
-            self._end(key, Outcome("crashes", None, "its process has ended"))
+            self._died(key, child)
             return
         number, child.number, child.deadline = child.number, None, float("inf")
         if child.is_last:
@@ -157,16 +156,23 @@ class ForkServer:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(orphan, 0)
 
-    def _end(self, key: Any, outcome: Outcome | None) -> None:
-        """Kill a child. outcome: of the request that it runs, if any."""
+    def _died(self, key: Any, child: _Child) -> None:
+        number, child.number = child.number, None
+        code = self._end(key, None)
+        why = f"its process ended by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
+        if number is not None:
+            self._reply(number, Outcome("crashes", None, why))
+
+    def _end(self, key: Any, outcome: Outcome | None) -> int:
+        """Kill a child, and return its exit code. outcome: of the request that it runs, if any."""
         child = self._children.pop(key)
         process_tree.kill_tree(child.pid)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child.pid, 0)
+        _, status = os.waitpid(child.pid, 0)
         child.pipe.close()
         remove_folder(child.folder)
         if child.number is not None and outcome is not None:
             self._reply(child.number, outcome)
+        return os.waitstatus_to_exitcode(status)
 
     def _reply(self, number: int, outcome: Outcome) -> None:
         self.pipe.send(Answer(number, outcome, time.monotonic()))
@@ -191,7 +197,7 @@ class ForkServer:
         return _Child(pid, mine, folder)
 
 
-def _serve(pipe: Connection, make: Callable[[], Serve], limits: Limits, folder: str, parent: int) -> None:
+def _serve(pipe: Connection, make: Callable[[], Serve], limits: ChildLimits, folder: str, parent: int) -> None:
     """A child: answer requests until the last one, or until the pipe closes."""
     process_tree.signal_on_parent_death(parent)
     process_tree.adopt_orphans()
@@ -199,7 +205,9 @@ def _serve(pipe: Connection, make: Callable[[], Serve], limits: Limits, folder: 
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     space_mb = math.ceil(address_space_mb()) + limits.memory_mb
     for limit, most_mb in ((resource.RLIMIT_AS, space_mb), (resource.RLIMIT_FSIZE, limits.file_mb)):
-        resource.setrlimit(limit, (most_mb << 20, most_mb << 20))
+        hard = resource.getrlimit(limit)[1]
+        most = most_mb << 20 if hard == resource.RLIM_INFINITY else min(most_mb << 20, hard)
+        resource.setrlimit(limit, (most, most))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing more is an OSError
     me, serve = os.getpid(), make()
     with contextlib.suppress(EOFError):
@@ -211,4 +219,6 @@ def _serve(pipe: Connection, make: Callable[[], Serve], limits: Limits, folder: 
                 outcome = Outcome("errors", None, describe(error))
             if os.getpid() != me:  # the code has forked, and returned in the child too
                 return
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
             pipe.send(outcome)
