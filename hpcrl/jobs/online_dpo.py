@@ -100,8 +100,8 @@ class OnlineDpo(Train):
         derived = derive.check(config.model_copy(update=like_train), num_ranks, own_roles=cls.own_specs())
         if config.rollout.multi_turn.has_environment:
             raise ConfigError(
-                "rollout.multi_turn.environment does not go with online DPO, whose pairs need a score of each sample; use "
-                "`hpcrl train`"
+                "rollout.multi_turn.environment does not go with online DPO, whose pairs need a score of each sample; "
+                "use `hpcrl train`"
             )
         longest = derived.max_sequence_length
         if actor.ppo_max_token_len_per_gpu < 2 * longest:

@@ -147,7 +147,7 @@ class ActorWorker(ModelWorker):
         tensors, reduce = self._estimator_tensors(batch), self.sum_over_replicas
         advantages, returns = self.estimator(rewards, counted, params=self.estimator_params, reduce=reduce, **tensors)
         if "index" in tensors:
-            advantages = advantages.masked_fill(torch.from_numpy(_alone(batch))[:, None], 0.0)
+            advantages = advantages.masked_fill(torch.from_numpy(_has_no_peer(batch))[:, None], 0.0)
         statistics = response_statistics(
             prompt_length=torch.from_numpy(batch.samples["prompt_length"]),
             response_length=torch.from_numpy(column.lengths),
@@ -262,7 +262,7 @@ def _groups(batch: DataProto) -> np.ndarray:
     return np.where(_has_failed(batch), -1 - np.arange(len(prompts)), prompts)
 
 
-def _alone(batch: DataProto) -> np.ndarray:
+def _has_no_peer(batch: DataProto) -> np.ndarray:
     """Whether the environments of all other samples of the prompt failed, bool (N,): there is nothing to compare."""
     prompts, failed = batch.samples["prompt"], _has_failed(batch)
     _, group, size = np.unique(prompts, return_inverse=True, return_counts=True)

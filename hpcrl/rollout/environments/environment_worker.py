@@ -65,7 +65,8 @@ class EnvironmentSource:
         use_one_thread()
         try:
             kind = load_environment(self.path, self.name)
-            inspect.signature(kind).bind(**self.kwargs)
+            check_arguments = inspect.signature(kind).bind
+            check_arguments(**self.kwargs)
         except BaseException as error:  # user code may raise SystemExit too
             why = (
                 f"cannot load {self.name!r}: {describe(error)}; expected a Python file with a class of this name that "
