@@ -39,8 +39,9 @@ class Environment:
     """Base class of `rollout.multi_turn.environment.name` in the file `path`.
 
     The object is made with the keys of `rollout.multi_turn.environment.kwargs` in a process forked for the trajectory
-    from one that has loaded the file, so that code at the top of the file runs once and must not start threads or processes. What it
-    raises, and what takes longer than `timeout`, ends the trajectory: the sample does not count in losses.
+    from one that has loaded the file, so that code at the top of the file runs once and must not start threads or
+    processes. What it raises, and what takes longer than `timeout`, ends the trajectory: the sample does not count in
+    losses.
 
     Methods marked `@tool` are tools of the model. They may change the object, return what functions marked `@tool`
     return, and raise: the model reads the error.
