@@ -6,6 +6,7 @@ The model is scripted; environments run in their real processes.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from hpcrl.sandbox.process_tree import descendants_of
 from tests.rollout.environments.scripted import ScriptedEngine
 
 ENVIRONMENTS = """
-import os, subprocess, sys, time
+import enum, os, subprocess, sys, time
 from hpcrl.api import Environment, Step, tool
 
 class Counter(Environment):
@@ -77,6 +78,25 @@ class Hostile(Counter):
             print("x" * 20_000_000)
         return super().step(turn)
 
+class Role(str, enum.Enum):
+    USER = "user"
+
+class Polite(Environment):
+    "Values of classes that the rank does not have, and a role after which the template raises."
+    def reset(self, record, seed):
+        self.name = record["prompt"][0]["content"]
+        return [{"role": Role.USER, "content": type("Text", (str,), {})("hi")}]
+
+    def step(self, turn):
+        if self.name == "system":
+            return Step([{"role": "system", "content": "be good"}])
+        return Step(done=True, reward=1.0, info={"note": type("Text", (str,), {})("ok")})
+
+class Absent(Environment):
+    @classmethod
+    def check(cls):
+        raise RuntimeError("no such site")
+
 class Lamp(Environment):
     "A room with a lamp."
     on = False
@@ -108,10 +128,10 @@ def make(tmp_path: Path, tokenizer: Any) -> Iterator[Callable[..., AgentLoop]]:
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
     made: list[AgentLoop] = []
 
-    def make(name: str, max_open: int = 64, **keys: Any) -> AgentLoop:
+    def make(name: str, max_open: int = 64, data: DataConfig | None = None, **keys: Any) -> AgentLoop:
         environment = {"path": str(tmp_path / "environments.py"), "name": name, **keys}
         cfg = MultiTurnConfig.model_validate({"enable": True, "environment": environment})
-        made.append(AgentLoop(cfg, DataConfig(), tokenizer, max_open=max_open))
+        made.append(AgentLoop(cfg, data or DataConfig(), tokenizer, max_open=max_open))
         return made[-1]
 
     yield make
@@ -157,6 +177,18 @@ def test_few_open_environments_change_nothing(make: Callable[..., AgentLoop], to
     assert [one.info for one in few] == [one.info for one in many]
 
 
+def test_values_and_roles_of_an_environment(make: Callable[..., AgentLoop], tokenizer: Any) -> None:
+    template = (
+        "{% for message in messages %}{% if message['role'] == 'system' and not loop.first %}"
+        "{{ raise_exception('system comes first') }}{% endif %}{{ message['content'] }}"
+        "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    loop = make("Polite", data=DataConfig(chat_template=template))
+    (good, bad), metrics = run(loop, tokenizer, ["user", "system"], lambda request: "xy")
+    assert good.finish_reason == "stop" and good.info == {"note": "ok"} and type(good.info["note"]) is str
+    assert bad.finish_reason == "error" and metrics["env/errors"] == 1
+
+
 def test_methods_are_tools(make: Callable[..., AgentLoop], tokenizer: Any) -> None:
     calls = [
         '<tool_call>{"name": "switch", "arguments": {"times": 3}}</tool_call>',
@@ -197,8 +229,18 @@ def test_a_failure_costs_its_sample_only(make: Callable[..., AgentLoop], tokeniz
     assert again[0].num_turns == 3
 
 
-def test_a_file_without_the_class_is_one_line(make: Callable[..., AgentLoop]) -> None:
-    with pytest.raises(
-        InputError, match=r"environment\.path=.*: cannot load 'Nothing': ImportError: no class 'Nothing'"
-    ):
-        make("Nothing")
+@pytest.mark.parametrize(
+    ("name", "kwargs", "why"),
+    [
+        ("Nothing", {}, "cannot load 'Nothing': ImportError: no class 'Nothing' in it"),
+        ("Step", {}, "class 'Step' does not extend it"),
+        ("Counter", {"begin": 1}, "cannot load 'Counter': TypeError: got an unexpected keyword argument 'begin'"),
+        ("Absent", {}, "Absent cannot run here: no such site"),
+    ],
+)
+def test_what_cannot_start_is_one_line(
+    make: Callable[..., AgentLoop], name: str, kwargs: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(why)) as caught:
+        make(name, kwargs=kwargs)
+    assert "\n" not in str(caught.value) and "environment.path=" in str(caught.value)
