@@ -118,7 +118,7 @@ class ActorStub(Worker):
         reads=(
             *("response_mask", "token_level_scores", "rollout_log_probs"),
             *("old_log_probs?", "ref_log_prob?", "values?", "sum_pi_squared?"),
-            *("prompt", "prompt_length", "reward_components?", "reward_baseline?"),
+            *("turn_states?", "prompt", "prompt_length", "reward_components?", "reward_baseline?"),
         ),
         writes=("token_level_rewards", "advantages", "returns", "rollout_is_weights?", "loss_mask?"),
         group_by="prompt",
@@ -187,7 +187,15 @@ class RolloutStub(Worker):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=("row", "epoch", "sample_index"),
-        writes=("input_ids", "response_mask", "rollout_log_probs", "routed_experts?", "pictures?"),
+        writes=(
+            "input_ids",
+            "response_mask",
+            "rollout_log_probs",
+            "routed_experts?",
+            "pictures?",
+            "turn_rewards?",
+            "turn_states?",
+        ),
     )
     def generate(self, batch: DataProto, sampling: Any) -> DataProto:
         rows, index = batch.samples["row"], batch.samples["sample_index"]
@@ -209,7 +217,10 @@ class ScorerStub(Worker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "response_mask", "row", "finish_reason", "rm_score?", "judge_score?", "show?"),
+        reads=(
+            *("input_ids", "response_mask", "row", "finish_reason", "rm_score?", "judge_score?"),
+            *("turn_rewards?", "environment?", "show?"),
+        ),
         writes=("token_level_scores",),
         leader_only=True,
         reentrant=True,
