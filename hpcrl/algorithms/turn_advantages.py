@@ -53,7 +53,7 @@ def gigpo(
     advantage = returns - mean
     if norm_adv_by_std_in_grpo:
         advantage = advantage / (std + 1e-6)
-    of_turn = torch.zeros_like(advantage.new_empty(ends.shape)).masked_scatter(ends, advantage)
+    of_turn = advantage.new_zeros(ends.shape).masked_scatter(ends, advantage)
     total = whole + step_advantage_w * (until_end(of_turn, ends) * response_mask).to(whole.dtype)
     return total, total.clone()
 

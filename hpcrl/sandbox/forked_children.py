@@ -13,8 +13,6 @@ import math
 import os
 import resource
 import signal
-import socket
-import struct
 import sys
 import tempfile
 import time
@@ -27,10 +25,9 @@ from typing import Any, NamedTuple
 
 from hpcrl.sandbox import process_tree
 from hpcrl.sandbox.isolation import remove_folder
-from hpcrl.sandbox.worker import Answer, Outcome, Ready, address_space_mb, describe
+from hpcrl.sandbox.worker import Answer, Outcome, Ready, address_space_mb, describe, limit_messages
 
 TICK_SECONDS = 0.5  # between two looks at what children use
-MESSAGE_SECONDS = 10  # to send or receive a message; a child that stops in the middle of one is killed
 END_SECONDS = 5.0  # for a child to end by itself
 FIRST, LAST = "first", "last"  # entries of requests: the first of a key starts its child, the last ends it
 
@@ -191,9 +188,7 @@ class ForkedChildren:
             finally:
                 os._exit(0)
         its.close()
-        with socket.socket(fileno=os.dup(mine.fileno())) as end:
-            for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", MESSAGE_SECONDS, 0))
+        limit_messages(mine)  # a child that stops in the middle of one is killed
         return _Child(pid, mine, folder)
 
 

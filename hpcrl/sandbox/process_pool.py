@@ -12,8 +12,6 @@ import logging
 import os
 import pickle
 import signal
-import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, ClassVar, Protocol
 
 from hpcrl.sandbox import fork_server, process_tree
-from hpcrl.sandbox.worker import Answer, Fate, Outcome, Ready
+from hpcrl.sandbox.worker import Answer, Fate, Outcome, Ready, limit_messages
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +84,6 @@ class TimeBudget:
 
 START_SECONDS = 120.0  # for a worker to start and import the user's file, on a cold parallel file system
 END_SECONDS = 5.0  # for a worker's supervisor to kill its descendants
-MESSAGE_SECONDS = 10  # to send or receive a message on a pipe
 LATE_SECONDS = 5.0  # added to the timeout if the worker runs several requests and enforces it itself
 AHEAD_BYTES = 2**15  # requests up to this size fit the pipe's buffer, so that a busy worker can be sent one more
 FAILED_STARTS = 3  # in a row; then the requests that wait fail
@@ -140,10 +137,9 @@ class _Worker:
         pipe, far_end = fork_server.context().Pipe()
         process = fork_server.spawn(source.serve, (far_end, memory_limit_mb, log_path))
         far_end.close()
-        with socket.socket(fileno=os.dup(pipe.fileno())) as end:
-            # A worker that stops in the middle of a message counts as crashed; the rank must not wait for it.
-            for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", MESSAGE_SECONDS, 0))
+        limit_messages(
+            pipe
+        )  # a worker that stops in the middle of one counts as crashed; the rank must not wait for it
         return cls(process, pipe)
 
     @property

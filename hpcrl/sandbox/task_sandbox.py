@@ -268,12 +268,13 @@ def probe_sandbox() -> Availability:
         return Availability(str(error))
 
 
-def require() -> None:
+def require(found: Availability | None = None) -> None:
     """Raise SandboxUnavailable, an error of the user in one line, if this machine cannot have such sandboxes.
 
-    For the start of a job that needs them, in a process that uses MPI: a child of the fork server finds out.
+    For the start of a job that needs them. found: of `probe_sandbox`; None, in a process that uses MPI: a child of the
+    fork server finds out.
     """
-    found = fork_server.call(probe_sandbox) or Availability(DIED)
+    found = found or fork_server.call(probe_sandbox) or Availability(DIED)
     if found.why_not:
         raise SandboxUnavailable(
             f"this machine cannot run tasks in sandboxes ({found.why_not}); {NEEDED} (`hpcrl check`)"

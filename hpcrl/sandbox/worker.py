@@ -16,6 +16,8 @@ import os
 import resource
 import select
 import signal
+import socket
+import struct
 import sys
 import tempfile
 import time
@@ -30,6 +32,7 @@ from hpcrl.sandbox.isolation import remove_folder
 
 TICK_SECONDS = 0.2  # between two counts of the processes
 MAX_PROCESSES = 256  # of one worker; a fork bomb exceeds it within a tick or two
+MESSAGE_SECONDS = 10  # to send or receive a message on a pipe
 LOG_BYTES = 2**20  # of one worker's output; the rest is dropped
 
 
@@ -190,6 +193,13 @@ class Surroundings:
         for number, name in ((1, "stdout"), (2, "stderr")):
             if getattr(sys, name).closed:
                 _open_stream(number, name)
+
+
+def limit_messages(pipe: Connection) -> None:
+    """Have a message that takes longer than MESSAGE_SECONDS to send or to receive raise OSError."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", MESSAGE_SECONDS, 0))
 
 
 def address_space_mb() -> float:

@@ -144,10 +144,11 @@ class ActorWorker(ModelWorker):
         if algorithm.use_kl_in_reward:
             old, ref = batch.padded("old_log_probs"), batch.padded("ref_log_prob")
             rewards, metrics = apply_kl_in_reward(scores, old, ref, mask, beta=kl_coef, kind=algorithm.kl_penalty)
-        tensors, reduce = self._estimator_tensors(batch), self.sum_over_replicas
+        has_failed = ~mask.bool().any(1).numpy()  # its environment
+        tensors, reduce = self._estimator_tensors(batch, has_failed), self.sum_over_replicas
         advantages, returns = self.estimator(rewards, counted, params=self.estimator_params, reduce=reduce, **tensors)
         if "index" in tensors:
-            advantages = advantages.masked_fill(torch.from_numpy(_has_no_peer(batch))[:, None], 0.0)
+            advantages = advantages.masked_fill(torch.from_numpy(_has_no_peer(batch, has_failed))[:, None], 0.0)
         statistics = response_statistics(
             prompt_length=torch.from_numpy(batch.samples["prompt_length"]),
             response_length=torch.from_numpy(column.lengths),
@@ -166,11 +167,11 @@ class ActorWorker(ModelWorker):
         tokens |= {name: batch.tokens[name] for name in ("rollout_is_weights", "loss_mask") if name in batch.tokens}
         return DataProto(tokens, {}, {"metrics": to_floats(metrics)})
 
-    def _estimator_tensors(self, batch: DataProto) -> dict[str, Any]:
-        """Tensors that the estimator takes, by verl's names."""
+    def _estimator_tensors(self, batch: DataProto, has_failed: np.ndarray) -> dict[str, Any]:
+        """Tensors that the estimator takes, by verl's names. has_failed: bool (N,), see `_groups`."""
         samples, keys = batch.samples, self.config.algorithm.gdpo_reward_keys
         sources: dict[str, Callable[[], Any]] = {
-            "index": lambda: torch.from_numpy(_groups(batch)),
+            "index": lambda: torch.from_numpy(_groups(batch, has_failed)),
             "reward_baselines": lambda: torch.from_numpy(samples["reward_baseline"].astype(np.float32)),
             "reward_components": lambda: dict(
                 zip(keys, torch.from_numpy(samples["reward_components"]).unbind(1), strict=True)
@@ -256,18 +257,13 @@ class ActorWorker(ModelWorker):
         return to_floats(found)
 
 
-def _groups(batch: DataProto) -> np.ndarray:
+def _groups(batch: DataProto, has_failed: np.ndarray) -> np.ndarray:
     """The prompt of each sample, int64 (N,). A sample whose environment failed is a group of its own."""
     prompts = batch.samples["prompt"].astype(np.int64)
-    return np.where(_has_failed(batch), -1 - np.arange(len(prompts)), prompts)
+    return np.where(has_failed, -1 - np.arange(len(prompts)), prompts)
 
 
-def _has_no_peer(batch: DataProto) -> np.ndarray:
+def _has_no_peer(batch: DataProto, has_failed: np.ndarray) -> np.ndarray:
     """Whether the environments of all other samples of the prompt failed, bool (N,): there is nothing to compare."""
-    prompts, failed = batch.samples["prompt"], _has_failed(batch)
-    _, group, size = np.unique(prompts, return_inverse=True, return_counts=True)
-    return (np.bincount(group, ~failed)[group] == 1) & (size[group] > 1)
-
-
-def _has_failed(batch: DataProto) -> np.ndarray:
-    return ~batch.fetch("response_mask").padded().any(1).numpy()
+    _, group, size = np.unique(batch.samples["prompt"], return_inverse=True, return_counts=True)
+    return (np.bincount(group, ~has_failed)[group] == 1) & (size[group] > 1)

@@ -16,8 +16,7 @@ Schema: TypeAlias = dict[str, Any]  # of a tool, in OpenAI's format
 
 class Turn(NamedTuple):
     """What the model wrote. text: without its end-of-sequence token. calls: tool calls in it, if there are tools.
-    is_last: the
-    response ends here, whatever the answer, because it may have no more tokens or turns."""
+    is_last: the response ends here, whatever the answer, because it may have no more tokens or turns."""
 
     text: str
     calls: Sequence[Call] = ()
@@ -83,12 +82,13 @@ class Environment:
         return {name: Tool.of(getattr(self, name)) for name in marked}
 
     def call_tools(self, calls: Sequence[Call]) -> list[Message]:
-        """Carry out calls of the methods marked `@tool`, one after the other, and return the answers."""
-        return [{"role": "tool", "name": call.name, "content": self._answer(call)} for call in calls]
+        """Carry out calls, one after the other, and return the answers."""
+        answers = [self.call_tool(it) if isinstance(it, ToolCall) else f"error: {it.why}" for it in calls]
+        names = [call.name for call in calls]
+        return [{"role": "tool", "name": it, "content": text} for it, text in zip(names, answers, strict=True)]
 
-    def _answer(self, call: Call) -> str:
-        if not isinstance(call, ToolCall):
-            return f"error: {call.why}"
+    def call_tool(self, call: ToolCall) -> str:
+        """Call a method marked `@tool`, and return its answer or the error."""
         try:
             found = run_tool(self.tools, call.name, call.arguments, self.record, is_text=call.is_text)
         except Exception as error:

@@ -68,10 +68,11 @@ class EnvironmentSource:
             check_arguments = inspect.signature(kind).bind
             check_arguments(**self.kwargs)
         except BaseException as error:  # user code may raise SystemExit too
-            why = (
-                f"cannot load {self.name!r}: {describe(error)}; expected a Python file with a class of this name that "
+            expected = (
+                f"a class of this name that extends hpcrl.api.Environment and takes the keys of {self.topic}.kwargs"
             )
-            pipe.send(Ready(why=f"{why}extends hpcrl.api.Environment and takes the keys of {self.topic}.kwargs"))
+            why = f"cannot load {self.name!r}: {describe(error)}; expected a Python file with {expected}"
+            pipe.send(Ready(why=why))
             return
         try:
             kind.check()

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from hpcrl.rollout.environments.environment import Environment, Message, Schema, Step, Turn
-from hpcrl.rollout.environments.tools import Call, ToolCall
+from hpcrl.rollout.environments.tools import ToolCall
 
 
 class McpTools(Environment):
@@ -45,14 +45,12 @@ class McpTools(Environment):
     def step(self, turn: Turn) -> Step:
         if not turn.calls or turn.is_last:
             return Step(done=True)
-        return Step([{"role": "tool", "name": call.name, "content": self._answer_of(call)} for call in turn.calls])
+        return Step(self.call_tools(turn.calls))
 
     def close(self) -> None:
         self.opened.close()
 
-    def _answer_of(self, call: Call) -> str:
-        if not isinstance(call, ToolCall):
-            return f"error: {call.why}"
+    def call_tool(self, call: ToolCall) -> str:
         try:
             found: Any = self.portal.call(self.session.call_tool, call.name, call.arguments)
         except Exception as error:  # the server's, such as an unknown tool

@@ -10,9 +10,8 @@ from typing import Any
 
 from hpcrl.rollout.environments.environment import Environment, Message, Step, Turn
 from hpcrl.rollout.environments.tools import tool
-from hpcrl.sandbox.program import SandboxUnavailable
 from hpcrl.sandbox.task_archive import unpack
-from hpcrl.sandbox.task_sandbox import Limits, TaskSandbox, probe_sandbox
+from hpcrl.sandbox.task_sandbox import Limits, TaskSandbox, probe_sandbox, require
 
 
 class ShellTask(Environment):
@@ -41,8 +40,7 @@ class ShellTask(Environment):
 
     @classmethod
     def check(cls) -> None:
-        if why_not := probe_sandbox().why_not:
-            raise SandboxUnavailable(f"this machine cannot run tasks in sandboxes: {why_not}")
+        require(probe_sandbox())
 
     def reset(self, record: dict[str, Any], seed: int) -> Sequence[Message]:
         self.row = record["extra_info"]
