@@ -135,9 +135,10 @@ class PromptDataset:
         """Rows of each file in the dataset, in the order of `files`; rows of a file are contiguous."""
         return np.bincount(self._file_of, minlength=len(self._files)).tolist()
 
-    def prompt_text(self, row: int, skip_special_tokens: bool = False) -> str:
-        """Return the prompt's tokens as text, with one placeholder for each picture."""
-        ids = self.prompt_ids(row)
+    def prompt_text(self, row: int, skip_special_tokens: bool = False, ids: np.ndarray | None = None) -> str:
+        """Return the prompt's tokens as text, with one placeholder for each picture. ids: int32 (n,), what the model
+        read if it may be more than the row's prompt."""
+        ids = self.prompt_ids(row) if ids is None else ids
         if self._reader is not None:
             ids = self._reader.folded(ids, self.media(row))
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens))

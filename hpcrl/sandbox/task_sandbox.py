@@ -42,12 +42,12 @@ NEEDED = (
 
 
 class Limits(NamedTuple):
-    """Limits of a sandbox; those of memory, threads and processes are for all processes of a command together."""
+    """Limits of a sandbox; those of memory, threads and processes are for all its processes together."""
 
     memory_mb: int = 2048  # of processes, what sockets can hold, and files
     disk_mb: int = 1024  # of files that are new or changed, snapshots included; they are in memory
     files: int = 65536  # number of such files
-    processes: int = 48  # and four times as many threads
+    processes: int = 48  # with what earlier commands have left running; and four times as many threads
     output_kb: int = 64  # of a command's output, half from its beginning and half from its end
 
 
@@ -85,7 +85,8 @@ class TaskSandbox:
         layers: False to copy the folder even where the kernel could copy what changes only.
 
     All changes are in memory and end with the sandbox. A command sees no other files, has no network, sees no other
-    processes, and cannot gain privileges; some system calls fail (`seccomp`). Its processes are killed when it ends.
+    processes, and cannot gain privileges; some system calls fail (`seccomp`). Processes that it leaves running stay for
+    the next commands, until `end_processes`, a snapshot, a restore, or the end; the limits count them too.
 
     Raises SandboxUnavailable if the kernel does not allow it, or the files cannot be used; ValueError for limits that
     exclude each other; RuntimeError in a process that uses MPI, because it starts a process.
@@ -143,6 +144,9 @@ class TaskSandbox:
     ) -> Ran:
         """Run a command line of bash, or a program with its arguments, for at most `timeout` seconds.
 
+        Returns when it ends, whatever it leaves running, whose further output is dropped. A command that takes too long
+        is killed with what it has started; if memory or processes exceed a limit, what was left running is killed too.
+
         environment: variables beside PATH, HOME, USER, LANG, TERM, TMPDIR and OMP_NUM_THREADS. folder: its working
         folder. Raises SandboxLost.
         """
@@ -154,6 +158,10 @@ class TaskSandbox:
         excess, code, head, tail, left_out = found
         output = head + (f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b"") + tail
         return Ran(excess or ("error" if code else "ok"), code, output.decode("utf-8", "replace"), left_out)
+
+    def end_processes(self) -> None:
+        """Kill what commands have left running."""
+        self._request("end_processes")
 
     def read(self, path: str, most: int = MOST_READ) -> bytes:
         """Read a regular file of at most `most` bytes. Links are followed inside the sandbox. Raises OSError."""

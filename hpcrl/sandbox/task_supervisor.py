@@ -1,11 +1,13 @@
 """The supervisor that `task_sandbox.TaskSandbox` starts: has a task's files, and runs commands on them with limits.
 
-Three processes for each command, and its own:
+Its own process, and three for a command:
 
     supervisor   user, mount, network, IPC and UTS namespaces; the tmpfs with the task's files. Ends with its input.
-    watcher      of one command: kills it when it exceeds a limit.
+    watcher      kills commands that exceed a limit. It stays as long as a command has left processes running.
     init         process 1 of a process namespace. When it ends, the kernel kills all processes in it.
     command      as all that it starts, without privileges, with the task's view as its root.
+
+Files are read and written by a watcher, an init and a process of their own, which commands cannot reach.
 
 Each has the kernel kill it when its parent ends. All mounts are in the mount namespace of these processes and end with
 the last of them. Requests and replies are passed by marshal through standard input and output. It runs without
@@ -23,14 +25,15 @@ import sys
 import warnings  # noqa: F401  # os.execvpe imports it, from where the command may write
 from collections.abc import Callable
 from errno import EFBIG, EISDIR, EPERM
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, BinaryIO, NoReturn
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from hpcrl.sandbox import isolation, process_tree, seccomp
 from hpcrl.sandbox.process_tree import libc_call
-from hpcrl.sandbox.task_command import describe, watch_one
+from hpcrl.sandbox.task_command import Session, describe
 from hpcrl.sandbox.task_files import WORKSPACE, Files
 from hpcrl.sandbox.watched_child import MB
 
@@ -38,6 +41,57 @@ HOME = "/home/agent"
 HOSTNAME = b"sandbox"
 SECONDS_FOR_FILES = 30.0  # to read or write one
 NOT_FOUND = 127  # exit code, as that of a shell
+KILLED = ("killed", -signal.SIGKILL, b"", b"", 0), False  # a reply
+
+Serve = Callable[[Session, BinaryIO, BinaryIO], None]
+
+
+class Watcher:
+    """A process that has a `Session`. serve: called in it, with the ends of the pipes for requests and replies.
+
+    A reply is what `Session.run` returns, and whether processes are left running; or None if nothing was run.
+    """
+
+    def __init__(self, limits: dict[str, int], serve: Serve) -> None:
+        (requests, request_writer), (reply_reader, replies) = os.pipe(), os.pipe()
+        supervisor = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                for pipe in (request_writer, reply_reader):
+                    os.close(pipe)
+                process_tree.signal_on_parent_death(supervisor)
+                session = Session(limits)
+                serve(session, open(requests, "rb"), open(replies, "wb", buffering=0))
+                session.end()
+            finally:
+                os._exit(0)
+        for pipe in (requests, replies):
+            os.close(pipe)
+        self._requests, self._replies = open(request_writer, "wb", buffering=0), open(reply_reader, "rb")
+
+    def ask(self, *request: Any) -> Any:
+        """Return the reply: None if the process has ended, KILLED if it ends before it replies. Exits if this process's
+        input ends."""
+        poll = select.poll()
+        poll.register(0, 0)  # its end only
+        poll.register(self._replies, select.POLLIN)
+        try:
+            if request:
+                write_all(self._requests, marshal.dumps(request))
+            if 0 in dict(poll.poll()):
+                os._exit(0)
+            return marshal.load(self._replies)
+        except BrokenPipeError:
+            return None
+        except (EOFError, ValueError, TypeError):
+            return KILLED
+
+    def end(self) -> None:
+        """End it by the end of its requests, and wait for that."""
+        for pipe in (self._requests, self._replies):
+            pipe.close()
+        os.waitpid(self.pid, 0)
 
 
 class Supervisor:
@@ -46,19 +100,59 @@ class Supervisor:
     def __init__(self, files: Files, limits: dict[str, int]) -> None:
         self.files = files
         self.limits = limits
+        self._watcher: Watcher | None = None  # of commands
+        self._are_left = False  # they have left processes running
 
-    def run(self, command: list[str], folder: str, environment: dict[str, str], stdin: bytes, seconds: float) -> tuple:
-        def execute() -> NoReturn:
+    def run(self, *request: Any) -> tuple:
+        """request: command, folder, environment, stdin, seconds. Returns (excess or "", exit code, head, tail, bytes
+        left out of the output)."""
+        reply = None if self._watcher is None else self._watcher.ask(*request)
+        if reply is None:
+            self.end_processes()
+            self._watcher = Watcher(self.limits, self._serve)
+            reply = self._watcher.ask(*request)
+        found, self._are_left = reply or KILLED
+        return found
+
+    def settle(self) -> None:
+        """Call it after the reply to a request, because it takes as long as a short command."""
+        if not self._are_left:
+            self.end_processes()
+
+    def end_processes(self) -> None:
+        """End all that commands have left running, as a machine that starts: files in /dev/shm end too."""
+        if self._watcher is not None:
+            self._watcher.end()
+            self._watcher, self._are_left = None, False
+            self.files.clear_shared_memory()
+
+    def _serve(self, session: Session, requests: BinaryIO, replies: BinaryIO) -> None:
+        """In a watcher: run commands until the requests end, or a limit has ended the processes that were left."""
+        are_left = True
+        while are_left:
+            session.wait(requests.fileno())
+            if session.is_over:
+                write_all(replies, marshal.dumps(None))
+                return
             try:
-                os.chdir(folder)
-                os.execvpe(command[0], command, environment)
-            except (OSError, ValueError) as error:  # the second for a zero byte, or half a surrogate pair
-                what = folder if getattr(error, "filename", None) == folder else command[0]
-                why = getattr(error, "strerror", None) or error
-                os.write(2, f"{what}: {why}\n".encode(errors="backslashreplace"))
-                os._exit(NOT_FOUND)
+                command, folder, environment, stdin, seconds = marshal.load(requests)
+            except EOFError:
+                return
+            execute = partial(self._execute, command, folder, environment)
+            found = session.run(execute, seconds, self.limits["output_kb"] * 1024, stdin)
+            are_left = session.has_processes
+            write_all(replies, marshal.dumps((found, are_left)))
 
-        return self._apart(execute, seconds, self.limits["output_kb"] * 1024, stdin)
+    @staticmethod
+    def _execute(command: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
+        try:
+            os.chdir(folder)
+            os.execvpe(command[0], command, environment)
+        except (OSError, ValueError) as error:  # the second for a zero byte, or half a surrogate pair
+            what = folder if getattr(error, "filename", None) == folder else command[0]
+            why = getattr(error, "strerror", None) or error
+            os.write(2, f"{what}: {why}\n".encode(errors="backslashreplace"))
+            os._exit(NOT_FOUND)
 
     def read(self, path: str, most: int) -> tuple:
         def read() -> None:
@@ -90,9 +184,11 @@ class Supervisor:
         return self._apart(write, SECONDS_FOR_FILES)
 
     def snapshot(self) -> int:
+        self.end_processes()  # they would write to files that are kept
         return self.files.snapshot()
 
     def restore(self, mark: int) -> None:
+        self.end_processes()
         self.files.restore(mark)
 
     def drop(self, mark: int) -> None:
@@ -117,46 +213,23 @@ class Supervisor:
 
         return self._apart(prepare, SECONDS_FOR_FILES)
 
-    def _apart(self, act: Callable[[], None], seconds: float, output: int = 4096, stdin: bytes = b"") -> tuple:
-        """Run `act` inside, in a process of its own, and return (excess or "", exit code, head, tail, bytes left out of
-        the output). The exit code of an OSError is its number."""
-        reader, writer = os.pipe()
-        supervisor = os.getpid()
-        watcher = os.fork()
-        if watcher == 0:
-            try:
-                os.close(reader)
-                process_tree.signal_on_parent_death(supervisor)
-                reply = marshal.dumps(watch_one(act, seconds, output, stdin, self.limits))
-                with open(writer, "wb") as file:
-                    file.write(reply)
-            finally:
-                os._exit(0)
-        os.close(writer)
-        reply = read_all(reader)
-        os.waitpid(watcher, 0)
-        self.files.clear_shared_memory()
-        try:
-            found: tuple = marshal.loads(reply)
-        except (EOFError, ValueError, TypeError):
-            found = ("killed", -signal.SIGKILL, b"", b"", 0)
+    def _apart(self, act: Callable[[], None], seconds: float, output: int = 4096) -> tuple:
+        """Run `act` inside, where no command reaches it, and return what `run` does. The exit code of an OSError is its
+        number."""
+
+        def serve(session: Session, _: BinaryIO, replies: BinaryIO) -> None:
+            write_all(replies, marshal.dumps((session.run(act, seconds, output, b""), False)))
+
+        watcher = Watcher(self.limits, serve)
+        found, _ = watcher.ask()
+        watcher.end()
         return found
 
 
-def read_all(pipe: int) -> bytes:
-    """Read a pipe to its end. Exits if the requests end before."""
-    poll = select.poll()
-    poll.register(0, 0)  # its end only
-    poll.register(pipe, select.POLLIN)
-    found: list[bytes] = []
-    with open(pipe, "rb", buffering=0) as file:
-        while True:
-            ready = dict(poll.poll())
-            if 0 in ready:
-                os._exit(0)
-            if not (part := file.read(MB)):
-                return b"".join(found)
-            found.append(part)
+def write_all(pipe: BinaryIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[pipe.write(view) :]
 
 
 def main() -> None:
@@ -187,6 +260,7 @@ def main() -> None:
             reply = "failed", describe(error)
         marshal.dump(reply, replies)
         replies.flush()
+        supervisor.settle()
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ class Child(Generic[Written]):
             self.output[pipe].add(part)
             if not part:
                 self.open.remove(pipe)
+                os.close(pipe)
 
     def reap(self) -> None:
         """Reap the child and orphans that this process has adopted."""
@@ -91,7 +92,7 @@ class Child(Generic[Written]):
 
 def watch(child: Child[Any], wake: int, seconds: float, processes: int, memory: Callable[[], int]) -> str | None:
     """Return None when the child has ended, or why it must be killed: "timeout", "memory", "processes", "output",
-    "stopped" (by `process_tree.END`).
+    "stopped" (by `process_tree.END`). Processes that the child leaves behind are not killed.
 
     wake: reader of `process_tree.wake_on_signals`. memory: the bytes that all processes together may have now.
     """
@@ -101,17 +102,8 @@ def watch(child: Child[Any], wake: int, seconds: float, processes: int, memory: 
         if now >= end:
             return "timeout"
         if now >= next_check:
-            alive = process_tree.descendants_of(os.getpid(), processes)
-            if len(alive) > processes:  # first, because a fork bomb leaves little time
-                return "processes"
-            used = list(map(process_tree.usage_of, alive))
-            if sum(threads for threads, _ in used) > MAX_THREADS:
-                return "processes"
-            most = memory()
-            if sum(size for _, size in used) > most and sum(map(process_tree.proportional_bytes, alive)) > most:
-                return "memory"
-            if process_tree.num_locks(alive, MAX_LOCKS) > MAX_LOCKS:
-                return "memory"
+            if (found := excess(processes, memory)) is not None:
+                return found
             next_check = now + TICK_SECONDS
         ready, _, _ = select.select([wake, *child.open], [], [], min(end, next_check) - now)
         if wake in ready and process_tree.END in os.read(wake, 256):
@@ -121,9 +113,22 @@ def watch(child: Child[Any], wake: int, seconds: float, processes: int, memory: 
         if any(output.exceeds for output in child.output.values()):
             return "output"
         if child.status is not None:
-            process_tree.kill_descendants()
             child.read(list(child.open))
             return None
+
+
+def excess(processes: int, memory: Callable[[], int]) -> str | None:
+    """What the descendants of this process have too much of, "processes" or "memory"; None: nothing."""
+    alive = process_tree.descendants_of(os.getpid(), processes)
+    if len(alive) > processes:  # first, because a fork bomb leaves little time
+        return "processes"
+    used = list(map(process_tree.usage_of, alive))
+    if sum(threads for threads, _ in used) > MAX_THREADS:
+        return "processes"
+    most = memory()
+    if sum(size for _, size in used) > most and sum(map(process_tree.proportional_bytes, alive)) > most:
+        return "memory"
+    return "memory" if process_tree.num_locks(alive, MAX_LOCKS) > MAX_LOCKS else None
 
 
 def sealed_file(data: bytes) -> int:

@@ -19,7 +19,7 @@ from hpcrl.observe.record.writer import json_line
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
-from hpcrl.workers.scorer import response_text, responses_of
+from hpcrl.workers.scorer import prompts_of, response_text, responses_of
 
 if TYPE_CHECKING:
     from hpcrl.workers.team import Inputs, Team
@@ -129,14 +129,14 @@ class GenerationsWorker(InputsWorker):
         responses, has_log_probs = responses_of(batch), self.config.section("generate").log_probs
         masks, log_probs = batch.fetch("response_mask"), batch.fetch("rollout_log_probs")
         lines = np.empty(len(batch), object)
-        for index, response in enumerate(responses):
+        for index, (prompt, response) in enumerate(zip(prompts_of(batch), responses, strict=True)):
             row = int(samples["row"][index])
             record, mask = prompts.record(row), masks.row(index)
             line = {
                 "uid": prompts.uid(row, int(samples["epoch"][index])),
                 "sample_index": int(samples["sample_index"][index]),
                 "data_source": record["data_source"],
-                "prompt": prompts.prompt_text(row),
+                "prompt": prompts.prompt_text(row, ids=prompt),
                 "response": response_text(self.inputs.tokenizer, response),
                 "ground_truth": record["ground_truth"],
                 "finish_reason": samples["finish_reason"][index],
@@ -146,7 +146,7 @@ class GenerationsWorker(InputsWorker):
                 line |= {name: value for name, value in samples["extras"][index].items() if name not in line}
             if "verdicts" in batch.tokens:
                 line["verdicts"] = json.loads(batch.fetch("verdicts").row(index).tobytes())
-            line |= {"prompt_ids": prompts.prompt_ids(row).tolist(), "response_ids": response.tolist()}
+            line |= {"prompt_ids": prompt.tolist(), "response_ids": response.tolist()}
             if not mask.all():
                 line["response_mask"] = mask.tolist()
             if has_log_probs:

@@ -25,9 +25,12 @@ RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
 WRITTEN = (*RECORDED, "routed_experts?", "pictures?", "turn_rewards?", "turn_states?")
 
 
-def response_columns(requests: Sequence[Request], trajectories: Sequence[Trajectory]) -> DataProto:
+def response_columns(
+    requests: Sequence[Request], trajectories: Sequence[Trajectory], routed_width: int = 0
+) -> DataProto:
     """Responses as columns: sequences are prompt then response; `response_mask` and `rollout_log_probs` have an entry
-    per response token, `routed_experts`, if responses have them, a row per token of the sequence."""
+    per response token, `routed_experts`, if responses have them, a row per token of the sequence. routed_width: numbers
+    in such a row, if there is to be one although no response may have run; 0: as responses have them."""
     pairs = zip(requests, trajectories, strict=True)
     prompts = [it.prompt_ids if found.prompt_ids is None else found.prompt_ids for it, found in pairs]
     prompt_length = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -39,8 +42,8 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
         "rollout_log_probs": Ragged.from_rows([found.log_probs for found in trajectories], np.float32),
     }
     parts = [found.routed_experts for found in trajectories]
-    if any(part is not None for part in parts):
-        columns["routed_experts"] = _experts(parts, prompt_length + response_length)
+    if width := routed_width or next((part.shape[1] for part in parts if part is not None), 0):
+        columns["routed_experts"] = _experts(parts, prompt_length + response_length, width)
     reasons = np.array([found.finish_reason for found in trajectories], dtype=object)
     samples = {"prompt_length": prompt_length, "response_length": response_length, "finish_reason": reasons}
     return DataProto(columns, samples, {"metrics": _prefill_metrics(trajectories)})
@@ -69,10 +72,9 @@ def environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
     return DataProto(columns, {"environment": infos}, {})
 
 
-def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
+def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray, width: int) -> Ragged:
     """Column `routed_experts` (see `hpcrl.engine.microbatch`); tokens that were not run, such as the last one, have no
     record."""
-    width = next(part.shape[1] for part in parts if part is not None)
     values = np.full((int(lengths.sum()), width), NOT_RECORDED, np.int16)
     ends = lengths.cumsum().tolist()
     for part, end, length in zip(parts, ends, lengths.tolist(), strict=True):

@@ -27,6 +27,7 @@ from hpcrl.workers.response_stream import ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
 
 if TYPE_CHECKING:
+    from hpcrl.model.shape import ModelShape
     from hpcrl.workers.team import Team
 
 
@@ -47,7 +48,7 @@ class RolloutWorker(Worker):
         engine: RolloutEngine,
         config: Config,
         prompts: dict[str, PromptDataset],
-        softmax_size: int,
+        shape: ModelShape,
         scorer: ResponseScorer | None = None,
         agent: AgentLoop | None = None,
         pictures: PromptPictures | None = None,
@@ -55,7 +56,8 @@ class RolloutWorker(Worker):
         super().__init__(layout, rank)
         self.engine = engine
         self.prompts = prompts
-        self.softmax_size = softmax_size
+        self.softmax_size = shape.softmax_size
+        self.routed_width = shape.routed.width if shape.routed is not None else 0  # of recorded experts of a token
         self.scorer, self.agent, self.pictures = scorer, agent, pictures
         self.on_response: Callable[[], None] | None = None  # called when a response of `generate` is finished
         self.config = config
@@ -73,8 +75,7 @@ class RolloutWorker(Worker):
         engine = engine_of(config).make(team.groups[role], inputs.shape, config, ranks_on_node=world.local_size)
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
         pictures = PromptPictures.build(team, engine, is_leader=is_leader)
-        softmax_size = inputs.shape.softmax_size
-        return cls(layout, world.rank, engine, config, inputs.prompts, softmax_size, scorer, agent, pictures)
+        return cls(layout, world.rank, engine, config, inputs.prompts, inputs.shape, scorer, agent, pictures)
 
     @register(Dispatch.ONE_TO_ALL)
     def keep_responses(self, origin: str, recalled_version: int | None) -> None:
@@ -108,7 +109,7 @@ class RolloutWorker(Worker):
             return DataProto()
         done |= dict(zip(left, drawn, strict=True))
         trajectories = [done[index] for index in range(len(requests))]
-        columns = response_columns(requests, trajectories)
+        columns = response_columns(requests, trajectories, self.routed_width * sampling.routed_experts)
         if self.agent is not None:
             columns.samples |= turn_columns(trajectories)
             counts |= turn_metrics(trajectories)

@@ -163,10 +163,10 @@ class ScorerWorker(Worker):
             acc = _environment_accuracy(batch, scores if self.scorer.manager is None else acc, extras)
         samples = {"score": scores, "acc": acc, "extras": np.array(extras, object)}
         if "show" in batch.samples:
-            prompts, tokenizer = self.scorer.prompts[split], self.scorer.tokenizer
+            dataset, tokenizer, wanted = self.scorer.prompts[split], self.scorer.tokenizer, batch.samples["show"]
             texts = [
-                (prompts.prompt_text(row), response_text(tokenizer, response)) if wanted else ("", "")
-                for row, response, wanted in zip(rows, responses, batch.samples["show"].tolist(), strict=True)
+                (dataset.prompt_text(row, ids=prompt), response_text(tokenizer, response)) if show else ("", "")
+                for row, prompt, response, show in zip(rows, prompts_of(batch), responses, wanted.tolist(), strict=True)
             ]
             samples["prompt_text"], samples["response_text"] = np.array(texts, object).reshape(-1, 2).T
         metrics = {name: Sum(count) for name, count in counts.items()}
@@ -235,6 +235,12 @@ def key_of(split: str, row: int, response: np.ndarray, finish_reason: str) -> Ha
     """A key of what is scored, not of the sample: equal responses to one prompt have equal scores, so a score that was
     not taken cannot go to another response."""
     return split, row, finish_reason, np.asarray(response, np.int32).tobytes()
+
+
+def prompts_of(batch: DataProto) -> list[np.ndarray]:
+    """The prompt tokens of every row, int32 (length,); those of an environment are among them."""
+    sequences, lengths = batch.fetch("input_ids"), batch.fetch("response_mask").lengths.tolist()
+    return [sequences.row(index)[: sequences.lengths[index] - length] for index, length in enumerate(lengths)]
 
 
 def responses_of(batch: DataProto) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -147,9 +148,9 @@ def test_snapshots_branch(sandbox: TaskSandbox) -> None:
     assert len(set(states)) == 4
     for which in (1, 3, 0, 2, 2):
         sandbox.restore(marks[which])
-        assert sandbox.run(state).output == states[which]
-        sandbox.run("rm -rf * /tmp/x; mkdir src; echo > keep; touch /dev/shm/left")
-        assert sandbox.run("ls /dev/shm").output == ""  # of processes that have ended
+        assert sandbox.run(state + "; ls /dev/shm").output == states[which]  # of processes that have ended
+        sandbox.run(f"sleep {NAP} & rm -rf * /tmp/x; mkdir src; echo > keep; touch /dev/shm/left")
+        assert sandbox.run("ls /dev/shm").output == "left\n"
     sandbox.restore(marks[0])
     sandbox.run(changes[1])
     branch = sandbox.snapshot()
@@ -208,7 +209,7 @@ def test_many_snapshots_and_a_full_disk(folder: Path) -> None:
         ("head -c 99M /dev/urandom > /tmp/x; rm /tmp/x; echo freed", "ok", "No space left on device\nfreed"),
         ("setsid sleep NAP > /dev/null & setsid sleep NAP & echo started", "ok", "started"),
         ("(setsid sh -c 'sleep NAP & exec sleep NAP' &) ; kill -9 -1", "ok", ""),
-        ("kill -9 1; kill -9 $PPID; echo $?", "ok", ""),
+        ("kill -9 1; kill -INT 1; echo $PPID", "ok", "0"),
         ("head -c 99999 /dev/urandom | od; echo end", "ok", "end"),
         ("rm -rf /workspace /etc /home /dev /proc /tmp 2> /dev/null; echo done", "ok", "done"),
         (
@@ -230,6 +231,56 @@ def test_hostile_commands(folder: Path, command: str | list[str], fate: str, out
         assert box.run(["true"]).fate == "ok"
         box.write("tests", b"x")
         assert box.read("tests") == b"x"
+
+
+SERVER = """
+import os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.bind("/tmp/server")
+    server.listen()
+    open("/tmp/ready", "x").close()
+    while True:
+        connection, _ = server.accept()
+        print("asked " * 20_000)  # more than a pipe holds
+        connection.sendall(b"answer")
+        connection.close()
+"""
+ASK = "import socket; s = socket.socket(socket.AF_UNIX); s.connect('/tmp/server'); print(s.recv(9).decode())"
+
+
+def test_what_a_command_leaves_running_stays_within_the_limits(folder: Path) -> None:
+    with TaskSandbox(folder, limits=SMALL) as box:
+        box.write("server.py", SERVER.encode())
+        began = time.monotonic()
+        ran = box.run("python server.py & while [ ! -e /tmp/ready ]; do sleep 0.05; done; echo started")
+        assert ran.output == "started\n" and time.monotonic() - began < 9
+        for _ in range(3):
+            assert box.run(["python", "-c", ASK]).output == "answer\n"
+        assert box.run(f"sleep {NAP} | cat", timeout=0.5).fate == "timeout"
+        assert box.run(["python", "-c", ASK]).output == "answer\n" and not with_argument(NAP)
+        box.write("keep", b"by the harness")
+        many = f"for i in $(seq {SMALL.processes - 2}); do sleep {NAP} & done; sleep 1"
+        assert box.run(many).fate == "ok"
+        assert box.run("for i in 1 2 3 4; do sleep 9 & done; wait").fate == "processes"
+        assert box.run("cat keep; pgrep sleep").output == "by the harness"
+        box.run(f"sleep {NAP} & (sleep 0.3; for i in $(seq 40); do sleep {NAP} & done) > /dev/null & echo")
+        await_no(NAP)  # while no command runs
+        assert box.run(f"setsid sleep {NAP} & echo next").output == "next\n"
+        box.end_processes()
+        assert not with_argument(NAP) and box.run("echo again").output == "again\n"
+        box.run(f"sleep {NAP} &")
+        (watcher,) = psutil.Process(box._supervisor.pid).children()
+        watcher.kill()
+        await_no(NAP)
+        assert box.run("cat keep").output == "by the harness"
+        box.run(f"sleep {NAP} &")
+
+
+def await_no(argument: str) -> None:
+    give_up = time.monotonic() + 5
+    while with_argument(argument):
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
 
 
 def test_both_ends_of_endless_output_are_kept(folder: Path) -> None:
@@ -380,8 +431,9 @@ def family(pid: int, count: int) -> list[psutil.Process]:
     give_up = time.monotonic() + 10
     while True:
         found = [psutil.Process(pid)]
-        for process in found:
-            found += process.children()
+        with suppress(psutil.NoSuchProcess):  # one that ends
+            for process in found:
+                found += process.children()
         if len(found) == count:
             return found
         assert time.monotonic() < give_up, found

@@ -116,11 +116,13 @@ class Conversation:
         turn_scores: tuple[float, ...],
         info: Mapping[str, float | str] | None = None,
     ) -> Trajectory:
-        """Return the whole. One that failed has no token that counts, and a token of its prompt if it has no other."""
+        """Return the whole. One that failed has no token that counts, and a token of its prompt if it has no other.
+        Without an `info` there is no environment."""
         if not self.num_tokens:
             self._add(np.asarray(self.request.prompt_ids[-1:], np.int32), np.zeros(1, np.float32), 0)
         has_failed = finish_reason == "error"
         rewards, states = np.zeros(self.num_tokens, np.float32), np.zeros(self.num_tokens, np.int32)
+        acts = info is not None
         for place, (reward, state) in ({} if has_failed else self._rewards).items():
             rewards[place], states[place] = reward, state
         return Trajectory(
@@ -133,9 +135,9 @@ class Conversation:
             turn_scores,
             self._routed_experts,
             tuple(self._pictures),
-            self.request.prompt_ids,
-            rewards,
-            states,
+            self.request.prompt_ids if acts else None,
+            rewards if acts else None,
+            states if acts else None,
             info,
             self._prefill,
         )

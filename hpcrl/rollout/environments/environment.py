@@ -84,8 +84,10 @@ class Environment:
     def call_tools(self, calls: Sequence[Call]) -> list[Message]:
         """Carry out calls, one after the other, and return the answers."""
         answers = [self.call_tool(it) if isinstance(it, ToolCall) else f"error: {it.why}" for it in calls]
-        names = [call.name for call in calls]
-        return [{"role": "tool", "name": it, "content": text} for it, text in zip(names, answers, strict=True)]
+        return [
+            {"role": "tool", "name": call.name, "content": text} | ({"tool_call_id": call.id} if call.id else {})
+            for call, text in zip(calls, answers, strict=True)
+        ]
 
     def call_tool(self, call: ToolCall) -> str:
         """Call a method marked `@tool`, and return its answer or the error."""

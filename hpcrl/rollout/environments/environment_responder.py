@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcrl.algorithms.metrics import Mean, Metric, Sum
+from hpcrl.algorithms.metrics import Metric
 from hpcrl.rollout.environments.environment import Message, Schema, Turn
 from hpcrl.rollout.environments.environment_worker import EnvironmentSource, Started, Stepped
+from hpcrl.rollout.environments.tally import Tally
 from hpcrl.rollout.environments.tools import Parser, parsed
 from hpcrl.rollout.environments.turn_handler import Dialog, Info, Record, Reply
 from hpcrl.rollout.protocol import Request
@@ -26,11 +27,8 @@ from hpcrl.sandbox.worker import Outcome
 if TYPE_CHECKING:
     from hpcrl.config.schema import EnvironmentConfig, MultiTurnConfig
 
-log = logging.getLogger(__name__)
-
 LATE_SECONDS = 120.0  # after which the process that enforces the timeouts is replaced, and all environments end
-MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of them
-FATES = ("timeouts", "crashes", "errors")
+COUNTS = ("steps", "timeouts", "crashes", "errors")
 
 PromptOf = Callable[[Record, Sequence[Message], "Sequence[Schema] | None"], np.ndarray]
 
@@ -49,7 +47,7 @@ class EnvironmentResponder:
     """`pool` is an `environment_pool`, in which keys of environments come from `keys`, which does not repeat itself. At
     most `most` are open. prompt_of: tokens of a row's prompt with messages and tools. seed: of the job.
 
-    A conversation whose environment fails has failed. `warned` counts warnings of earlier generations too.
+    A conversation whose environment fails has failed, and its info has the reason.
     """
 
     cfg: MultiTurnConfig
@@ -59,14 +57,16 @@ class EnvironmentResponder:
     parser: Parser
     prompt_of: PromptOf
     seed: int
-    warned: Counter[str]
-    counts: Counter[str] = field(default_factory=Counter, init=False)
-    own_metrics: dict[str, list[float]] = field(default_factory=dict, init=False)
+    warned: InitVar[Counter[str]]
+    tally: Tally = field(init=False)
     _unopened: deque[tuple[int, Request, Dialog]] = field(default_factory=deque, init=False)
     _open: dict[int, int] = field(default_factory=dict, init=False)  # conversation -> key
     _with_tools: set[int] = field(default_factory=set, init=False)
     _asked: dict[int, tuple[int, Request | None, Dialog]] = field(default_factory=dict, init=False)  # by conversation
     _closing: list[int] = field(default_factory=list, init=False)  # numbers of requests
+
+    def __post_init__(self, warned: Counter[str]) -> None:
+        self.tally = Tally("env", COUNTS, warned)
 
     def open(self, number: int, request: Request, dialog: Dialog) -> None:
         self._unopened.append((number, request, dialog))
@@ -96,8 +96,8 @@ class EnvironmentResponder:
 
     def close(self, number: int, info: Info | None = None) -> None:
         for name, value in (info or {}).items():
-            if not isinstance(value, str):
-                self._note(name, value)
+            if not isinstance(value, str) and math.isfinite(value):
+                self.tally.note(name, value)
         if (asked := self._asked.pop(number, None)) is not None:
             self._closing.append(asked[0])
         self._with_tools.discard(number)
@@ -113,14 +113,11 @@ class EnvironmentResponder:
             self.pool.take(closed)
         self._closing = []
 
-    def reject(self, error: Exception) -> None:
-        self._failed("errors", f"its messages: {folded(error)}")
+    def reject(self, error: Exception) -> Reply:
+        return self._failed("errors", f"its messages: {folded(error)}")
 
     def metrics(self) -> dict[str, Metric]:
-        found: dict[str, Metric] = {f"env/{name}": Sum(float(self.counts[name])) for name in ("steps", *FATES)}
-        for name, values in self.own_metrics.items():
-            found[f"env/{name}/mean"] = Mean(sum(values), float(len(values)))
-        return found
+        return self.tally.metrics()
 
     def _open_more(self) -> None:
         while self._unopened and len(self._open) < self.most:
@@ -149,17 +146,11 @@ class EnvironmentResponder:
     def _reply(self, outcome: Outcome) -> Reply:
         stepped: Stepped = outcome.result
         step = stepped.step
-        self.counts["steps"] += 1
-        self._note("reward_per_turn", step.reward or 0.0)
+        self.tally.counts["steps"] += 1
+        self.tally.note("reward_per_turn", step.reward or 0.0)
         return Reply(step.messages, step.done, step.reward or 0.0, info=step.info, state=stepped.state)
 
-    def _note(self, name: str, value: float) -> None:
-        self.own_metrics.setdefault(name, []).append(value)
-
     def _failed(self, fate: str, why: str) -> Reply:
-        self.counts[fate] += 1
-        self.warned[fate] += 1
-        if self.warned[fate] <= MAX_WARNINGS:
-            topic = EnvironmentSource.topic
-            log.warning("%s: a sample does not count, because its environment failed (%s): %s", topic, fate, why)
-        return Reply(failed=True)
+        topic = EnvironmentSource.topic
+        self.tally.fail(fate, f"{topic}: a sample does not count, because its environment failed ({fate}): {why}")
+        return Reply(failed=True, info={"error": f"{fate}: {why}"})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
+from hpcrl.rewards.score_worker import number_or_text
 from hpcrl.rollout.environments.environment import Environment, Message, Schema, Step, load_environment
 from hpcrl.rollout.environments.tool_worker import MAX_CHARACTERS, bounded
 from hpcrl.runtime.exits import InputError
@@ -21,7 +21,8 @@ from hpcrl.sandbox.worker import Outcome, Ready, describe, use_one_thread
 ROLES = ("user", "tool", "system")
 MAX_MESSAGES = 64  # of one step
 MAX_INFO = 64  # entries
-MAX_TEXT = 4096  # characters of a text in the info
+MAX_TEXT = 4096  # characters of a name
+MAX_SCHEMAS = 2**20  # characters of the schemas of tools, as JSON
 MAX_REWARD = 1e30  # of one turn; a sum of them stays finite
 MORE_PROCESSES = 1024  # of the process that forks, beyond those that its children may have
 
@@ -110,14 +111,18 @@ class Served:
             tools = [tool.schema for tool in environment.tools.values()] or None
         elif not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise TypeError(f"reset returned tools of type {type(tools).__name__}; expected a list of schemas")
+        schemas = json.dumps(tools)
+        if len(schemas) > MAX_SCHEMAS:
+            raise ValueError(f"reset returned schemas of {len(schemas)} characters; expected at most {MAX_SCHEMAS}")
         found = checked_messages(messages, "reset")
-        return Started(found, None if tools is None else json.loads(json.dumps(tools)), self._state(environment, found))
+        return Started(found, json.loads(schemas), self._state(environment, found))
 
     @staticmethod
     def _state(environment: Environment, messages: Sequence[Message]) -> int:
         """The number of `state`, or else of the messages that the model reads next."""
         state = environment.state
-        text = json.dumps([list(message.values()) for message in messages]) if state is None else str(state)
+        said = [[message["role"], message["content"]] for message in messages]
+        text = json.dumps(said) if state is None else str(state)
         return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=4).digest(), "little") >> 1 or 1
 
 
@@ -128,7 +133,7 @@ def checked(step: Any) -> Step:
     reward = None if step.reward is None else float(step.reward)
     if reward is not None and not abs(reward) <= MAX_REWARD:
         raise ValueError(f"the reward is {reward}; expected a finite number, or None")
-    info = {str(key)[:MAX_TEXT]: _value(value) for key, value in list(dict(step.info).items())[:MAX_INFO]}
+    info = {str(key)[:MAX_TEXT]: number_or_text(value) for key, value in list(dict(step.info).items())[:MAX_INFO]}
     return Step(checked_messages(step.messages, "step"), bool(step.done), reward, info)
 
 
@@ -145,19 +150,8 @@ def checked_messages(messages: Any, what: str) -> list[Message]:
                 f"{what} returned the message {str(message)[:80]}; expected {{'role': {' or '.join(ROLES)}, "
                 "'content': text}"
             )
-        names = {key: str(message[key]) for key in ("name", "tool_call_id") if key in message}
+        names = {key: str(message[key])[:MAX_TEXT] for key in ("name", "tool_call_id") if key in message}
         # Values of exact types: the rank has not loaded the classes of the user's file.
         content = bounded("".join((message["content"],)), MAX_CHARACTERS // len(messages))
         found.append({"role": ROLES[ROLES.index(role)], "content": content, **names})
     return found
-
-
-def _value(value: Any) -> float | str:
-    """A number if it is one and is finite, else a text."""
-    if isinstance(value, str):
-        return value[:MAX_TEXT]
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return str(value)[:MAX_TEXT]
-    return number if math.isfinite(number) else str(number)

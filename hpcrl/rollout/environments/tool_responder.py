@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.algorithms.metrics import Mean, Metric, Sum
+from hpcrl.algorithms.metrics import Metric
 from hpcrl.rollout.environments.conversation import Message
+from hpcrl.rollout.environments.tally import Tally
 from hpcrl.rollout.environments.tool_worker import ToolAnswer
 from hpcrl.rollout.environments.tools import BadCall, Call, Parser, parsed
 from hpcrl.rollout.environments.turn_handler import Dialog, Info, Reply
@@ -20,10 +20,7 @@ from hpcrl.sandbox.worker import Outcome
 if TYPE_CHECKING:
     from hpcrl.config.schema import MultiTurnConfig
 
-log = logging.getLogger(__name__)
-
 MAX_NAME = 80  # characters of a name or an id that the model wrote
-MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of them
 COUNTS = ("calls", "timeouts", "crashes", "errors", "rejected", "user_failures")
 
 
@@ -41,18 +38,19 @@ class _Pending:
 class ToolResponder:
     """`pool` runs an AgentSource. The answer of a failed call is its error; a failed user ends the conversation.
 
-    `counts` has all tool calls, those that timed out, crashed, raised, or reached no tool, and failed users. `warned`
-    counts warnings of earlier generations too.
+    tally: all tool calls, those that timed out, crashed, raised, or reached no tool, and failed users.
     """
 
     cfg: MultiTurnConfig
     pool: ProcessPool
     parser: Parser
-    warned: Counter[str]
-    counts: Counter[str] = field(default_factory=Counter, init=False)
-    own_metrics: dict[str, list[float]] = field(default_factory=dict, init=False)  # of the tools
+    warned: InitVar[Counter[str]]
+    tally: Tally = field(init=False)
     _states: dict[int, str] = field(default_factory=dict, init=False)  # of the simulated user, JSON
     _pending: dict[int, _Pending] = field(default_factory=dict, init=False)  # in order
+
+    def __post_init__(self, warned: Counter[str]) -> None:
+        self.tally = Tally("tools", COUNTS, warned)
 
     def open(self, number: int, request: Request, dialog: Dialog) -> None:
         pass
@@ -94,15 +92,12 @@ class ToolResponder:
     def end(self) -> None:
         pass
 
-    def reject(self, error: Exception) -> None:
+    def reject(self, error: Exception) -> Reply:
         raise error
 
     def metrics(self) -> dict[str, Metric]:
         """Counts of calls, and the tools' own metrics."""
-        found: dict[str, Metric] = {f"tools/{name}": Sum(float(self.counts[name])) for name in COUNTS}
-        for name, values in self.own_metrics.items():
-            found[f"tools/{name}/mean"] = Mean(sum(values), float(len(values)))
-        return found
+        return self.tally.metrics()
 
     def _calls(self, text: str) -> Sequence[Call]:
         if self.cfg.function_tool_path is None:
@@ -110,10 +105,10 @@ class ToolResponder:
         return parsed(self.parser, text, self.cfg.max_parallel_calls)
 
     def _begin(self, call: Call, dialog: Dialog) -> int | str:
-        self.counts["calls"] += 1
+        self.tally.counts["calls"] += 1
         dialog.num_tool_calls += 1
         if isinstance(call, BadCall):
-            self.counts["rejected"] += 1
+            self.tally.counts["rejected"] += 1
             return f"error: {call.why}"
         request = {"tool": call.name, "arguments": call.arguments, "is_text": call.is_text, "record": dialog.record}
         return self.pool.submit(request)
@@ -130,25 +125,21 @@ class ToolResponder:
     def _answer(self, outcome: Outcome) -> tuple[str, tuple[bytes, ...]]:
         """Text and pictures."""
         if outcome.fate != "ok":
-            self._count_failure("call of a tool", outcome.fate, outcome.why)
+            line = f"rollout.multi_turn: a call of a tool failed ({outcome.fate}): {outcome.why}"
+            self.tally.fail(outcome.fate, line)
             return f"error: {outcome.result or outcome.why}", ()
         answer: ToolAnswer = outcome.result
         for name, value in answer.metrics.items():
-            self.own_metrics.setdefault(name, []).append(value)
-        self.counts["rejected"] += answer.rejected
+            self.tally.note(name, value)
+        self.tally.counts["rejected"] += answer.rejected
         return f"error: {answer.text}" if answer.rejected else answer.text, answer.images
 
     def _user_reply(self, number: int, outcome: Outcome | str) -> Reply:
         assert isinstance(outcome, Outcome)
         if outcome.fate != "ok":
-            self._count_failure("user", "user_failures", f"{outcome.fate}: {outcome.why}")
+            line = f"rollout.multi_turn: a user failed (user_failures): {outcome.fate}: {outcome.why}"
+            self.tally.fail("user_failures", line)
             return Reply(ends=True)
         self._states[number] = outcome.result.state
         messages = [] if outcome.result.ends else [{"role": "user", "content": outcome.result.text}]
         return Reply(messages, outcome.result.ends, outcome.result.score)
-
-    def _count_failure(self, what: str, fate: str, why: str) -> None:
-        self.counts[fate] += 1
-        self.warned[fate] += 1
-        if self.warned[fate] <= MAX_WARNINGS:
-            log.warning("rollout.multi_turn: a %s failed (%s): %s", what, fate, why)

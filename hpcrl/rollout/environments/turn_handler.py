@@ -34,7 +34,8 @@ class TurnResult(NamedTuple):
 
 class Reply(NamedTuple):
     """An answer to a turn; without messages it is the last. reward: of the turn. failed: nothing could answer, and the
-    sample does not count. info, state: of an environment, a number of it before the next turn."""
+    sample does not count. info: of an environment; of one that failed, its `error`. state: a number of it before the
+    next turn."""
 
     messages: Sequence[Message] = ()
     ends: bool = False
@@ -79,8 +80,8 @@ class Responder(Protocol):
     def end(self) -> None:
         """End all conversations, and wait until they have ended."""
 
-    def reject(self, error: Exception) -> None:
-        """Count that the template does not render what was answered, or raise."""
+    def reject(self, error: Exception) -> Reply:
+        """Fail because the template does not render what was answered, or raise."""
 
     def metrics(self) -> dict[str, Metric]:
         """Counts of what was answered."""
@@ -156,8 +157,7 @@ class TurnHandler:
         try:
             answer = self.template.answer(shortened, dialog.turn_end)
         except Exception as error:  # a template may raise for roles and their order
-            self.responder.reject(error)
-            self._end(number, "error")
+            self._handle(number, dialog, self.responder.reject(error))
             return
         if dialog.conversation.num_tokens + len(answer.token_ids) >= self.max_tokens:  # no room for the model
             self._end(number, "length")
@@ -168,10 +168,9 @@ class TurnHandler:
 
     def _end(self, number: int, finish_reason: FinishReason) -> None:
         dialog = self._dialogs.pop(number)
-        info = None if finish_reason == "error" else dialog.info
-        self.responder.close(number, info)
+        self.responder.close(number, dialog.info)
         counted = dialog.num_tool_calls, tuple(dialog.turn_scores)
-        self._results.append(TurnResult(number, None, finish_reason, *counted, info=info))
+        self._results.append(TurnResult(number, None, finish_reason, *counted, info=dialog.info))
 
 
 def _as_text(message: Message) -> Message:
