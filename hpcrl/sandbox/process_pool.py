@@ -11,7 +11,9 @@ import itertools
 import logging
 import os
 import pickle
+import select
 import signal
+import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, ClassVar, Protocol
 
 from hpcrl.sandbox import fork_server, process_tree
-from hpcrl.sandbox.worker import Answer, Fate, Outcome, Ready, limit_messages
+from hpcrl.sandbox.worker import MESSAGE_SECONDS, Answer, Fate, Outcome, Ready, limit_messages
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,8 @@ class TimeBudget:
 START_SECONDS = 120.0  # for a worker to start and import the user's file, on a cold parallel file system
 END_SECONDS = 5.0  # for a worker's supervisor to kill its descendants
 LATE_SECONDS = 5.0  # added to the timeout if the worker runs several requests and enforces it itself
-AHEAD_BYTES = 2**15  # requests up to this size fit the pipe's buffer, so that a busy worker can be sent one more
+AHEAD_BYTES = 2**15  # what fits the buffer of a pipe; a busy worker can be sent one more request up to this size
+STUCK_SECONDS = 3 * MESSAGE_SECONDS  # for a worker to read, longer than it waits for a child of its own
 FAILED_STARTS = 3  # in a row; then the requests that wait fail
 
 
@@ -371,11 +374,26 @@ class ProcessPool:
         worker.jobs[job.number] = job
         worker.begin(job.sent, self._limit_of)
         try:
-            worker.pipe.send_bytes(job.message)
+            self._write(worker, job.message)
         except OSError:
             self._receive(worker)  # it may have answered before it crashed
             if worker in self._workers:
                 self._end(worker, "crashes", "the process died")
+
+    def _write(self, worker: _Worker, message: bytes) -> None:
+        """Send a message, as `Connection.send_bytes`, and receive others meanwhile: a worker that is sending does not
+        read. Raises OSError."""
+        size = struct.pack("!i", len(message)) if len(message) < 2**31 else struct.pack("!iQ", -1, len(message))
+        pipe, left, poll = worker.pipe.fileno(), memoryview(size + message), select.poll()
+        poll.register(pipe, select.POLLIN | select.POLLOUT)
+        while left and worker in self._workers:
+            ready = poll.poll(STUCK_SECONDS * 1000)
+            if not ready:
+                raise TimeoutError
+            if ready[0][1] == select.POLLOUT:
+                left = left[os.write(pipe, left[:AHEAD_BYTES]) :]
+            else:
+                self._receive(worker)
 
     def _receive(self, worker: _Worker) -> None:
         """Receive all messages of a worker: there may be many if the rank was busy."""

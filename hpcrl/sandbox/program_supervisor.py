@@ -18,7 +18,17 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from hpcrl.sandbox import isolation, process_tree, seccomp
-from hpcrl.sandbox.watched_child import MAX_SIGNALS, MB, Child, Output, sealed_file, set_limits, watch
+from hpcrl.sandbox.watched_child import (
+    MAX_SIGNALS,
+    MAX_THREADS,
+    MB,
+    Child,
+    Output,
+    limit_threads,
+    sealed_file,
+    set_limits,
+    watch,
+)
 
 MAX_OPEN_FILES = 256  # of each process
 OUT_OF_MEMORY = 240  # exit code of the child after a MemoryError
@@ -82,6 +92,8 @@ def confine(limits: tuple, folder: str, network: bool, shown: list[str], filtere
     os.setsid()  # otherwise `os.kill(0, ...)` would reach the supervisor too
     process_tree.signal_on_parent_death(os.getppid())
     process_tree.raise_oom_score()
+    if network:
+        limit_threads(MAX_THREADS - 1)  # beside this one
     if shown:
         isolation.enter(shown, file_mb)
         folder = isolation.FOLDER

@@ -8,7 +8,6 @@ only, as in process_tree.py.
 from __future__ import annotations
 
 import os
-import re
 import resource
 import select
 import signal
@@ -19,11 +18,20 @@ from typing import NoReturn
 from hpcrl.sandbox import isolation, mounts, process_tree, seccomp
 from hpcrl.sandbox.process_tree import libc_call
 from hpcrl.sandbox.task_files import VIEW, memory_in_files
-from hpcrl.sandbox.watched_child import MAX_SIGNALS, MB, Child, OutputEnds, excess, sealed_file, set_limits, watch
+from hpcrl.sandbox.watched_child import (
+    MAX_SIGNALS,
+    MB,
+    Child,
+    OutputEnds,
+    excess,
+    limit_threads,
+    sealed_file,
+    set_limits,
+    watch,
+)
 
 MAX_OPEN_FILES = 1024  # of each process
 THREADS_PER_PROCESS = 4  # of the limit
-RESERVED_PIDS = 300  # those below are used once only
 STACK_MB = 8  # of each thread
 IDLE_TICK_SECONDS = 0.2  # between two checks while no command runs
 MOST_DROPPED = 64  # pipes
@@ -170,18 +178,6 @@ def confine(limits: dict[str, int]) -> None:
     )
     os.umask(0o022)
     seccomp.install()
-
-
-def limit_threads(most: int) -> None:
-    """Have the kernel limit the threads of this process namespace, as far as it can: a fork bomb that has become large
-    takes the watcher's time."""
-    version = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
-    if version >= (6, 14):  # before, the first of these is not the namespace's, but the machine's
-        for name, value in (("pid_max", RESERVED_PIDS + most), ("ns_last_pid", RESERVED_PIDS)):
-            with suppress(OSError), open(f"/proc/sys/kernel/{name}", "w") as file:
-                file.write(str(value))
-    if version >= (5, 14):  # before, threads of the user outside count too; without effect for root
-        set_limits([(resource.RLIMIT_NPROC, most)])
 
 
 def execute(act: Callable[[], None]) -> NoReturn:

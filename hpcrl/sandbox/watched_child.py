@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import resource
 import select
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from hpcrl.sandbox import process_tree
 
 TICK_SECONDS = 0.05  # between two checks of the number of processes and their memory
 MAX_THREADS = 1024  # of all processes; the kernel's memory for these, locks and signals is in no count
+RESERVED_PIDS = 300  # of a process namespace: those below are used once only
 MAX_LOCKS = 10_000  # of parts of files
 MAX_SIGNALS = 1024  # pending, and timers
 MB = 2**20
@@ -148,3 +151,15 @@ def set_limits(limits: Iterable[tuple[int, int]]) -> None:
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
+
+
+def limit_threads(most: int) -> None:
+    """Have the kernel limit the threads of this process namespace, as far as it can: a fork bomb that has become large
+    takes the watcher's time."""
+    version = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
+    if version >= (6, 14):  # before, the first of these is not the namespace's, but the machine's
+        for name, value in (("pid_max", RESERVED_PIDS + most), ("ns_last_pid", RESERVED_PIDS)):
+            with suppress(OSError), open(f"/proc/sys/kernel/{name}", "w") as file:
+                file.write(str(value))
+    if version >= (5, 14):  # before, threads of the user outside count too; without effect for root
+        set_limits([(resource.RLIMIT_NPROC, most)])

@@ -66,10 +66,12 @@ def write_step(
     *,
     scores: Sequence[float] | None = None,
     samples_per_prompt: int = 2,
+    answered: slice = slice(0),
     columns: Sequence[str] = ("response_mask", "rollout_log_probs", "old_log_probs", "advantages", "entropies"),
     **samples: Sequence[Any],
 ) -> None:
-    """Archive a step of (prompt, response) pairs; responses end with END. samples: further columns."""
+    """Archive a step of (prompt, response) pairs; responses end with END. answered: tokens of each response that the
+    model did not write. samples: further columns."""
     folder = run / "rollouts"
     log = RolloutLog(log_path(folder, step, 0))
     for position, (prompt, response) in enumerate(texts):
@@ -80,6 +82,7 @@ def write_step(
             tokens[name] = np.arange(len(after), dtype=np.float32) / 8 - number - position
         if "response_mask" in columns:
             tokens["response_mask"] = np.ones(len(after), np.int32)
+            tokens["response_mask"][answered] = 0
         values = {
             "position": position,
             "uid": f"a.parquet:{position // samples_per_prompt}:0",

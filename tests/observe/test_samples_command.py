@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hpcrl.observe.read.samples import read_step_samples
+from hpcrl.observe.report.sample_choice import packed
 from tests.observe.recorded_run import byte_level, write_config, write_step
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +90,28 @@ def test_selections_in_a_pipe_are_json_lines(run: Path) -> None:
     assert (row["step"], row["uid"], row["sample_index"], row["score"]) == (1, "a.parquet:0:0", 1, 1)
     assert "".join(row["token_texts"]) == "answer 1<|end|>"
     assert len(row["advantages"]) == len(row["entropies"]) == len(row["token_texts"]) == row["length"]
+
+
+def test_turns_and_their_rewards_are_shown(tmp_path: Path) -> None:
+    """The second of five letters is an answer. Of the failed one nothing counts."""
+    run = tmp_path / "acts"
+    write_config(run, "tokenizer")
+    (run / "tokenizer").mkdir()
+    byte_level().save(str(run / "tokenizer" / "tokenizer.json"))
+    extras = [json.dumps({"error": "timeouts: longer than 60 s"})]
+    columns = ("response_mask", "token_level_scores")
+    numbers = {"num_turns": np.array([2]), "tool_call_counts": np.array([3])}
+    write_step(run, 1, [("go", "vwxyz")], byte_level(), columns=columns, answered=slice(1, 2), **numbers)
+    write_step(run, 2, [("go", "vw")], byte_level(), columns=columns, answered=slice(9), extras=extras)
+    good, failed = rows(run, "--step", "all")
+    assert [(turn["text"], turn["answer"]) for turn in good["turns"]] == [("v", "w"), ("xyz<|end|>", "")]
+    assert [turn["reward"] for turn in good["turns"]] == [-1.0, -1.0 + 5 / 8]
+    assert good["parts"].items() >= {"num_turns": 2, "tool_call_counts": 3, "turn_rewards": "-1 -0.375"}.items()
+    assert "turns" not in failed and failed["parts"]["error"] == "timeouts: longer than 60 s"
+    in_page = packed(read_step_samples(run, 1)[0])
+    assert in_page["labels"] == {0: "[turn 1, reward -1]", 1: "[answer to turn 1]", 2: "[turn 2, reward -0.375]"}
+    text = SGR.sub(b"", in_terminal(run, "--step", "1")).decode()
+    assert "[turn 1, reward -1]\r\nv\r\n[answer to turn 1]\r\nw\r\n[turn 2, reward -0.375]\r\nxyz" in text
 
 
 def test_texts_survive_json(run: Path) -> None:

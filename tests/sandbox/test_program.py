@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from hpcrl.sandbox.isolation import probe_isolation
 from hpcrl.sandbox.program import Limits, Ran, run_python
+from hpcrl.sandbox.watched_child import MAX_THREADS
 from tests.processes import with_argument
 
 REPOSITORY = Path(__file__).parents[2]
@@ -70,6 +72,27 @@ def test_a_program_gets_its_input_and_an_environment_of_its_own(run: Run, monkey
         "1\n2 3\n",
     )
     assert ran == Ran("error", 3, "6 __main__ [] None\n", "1\n")
+
+
+THREADS = """
+import _thread, time
+_thread.stack_size(1 << 15)
+number = 1
+try:
+    while True:
+        _thread.start_new_thread(time.sleep, (60,))
+        number += 1
+except RuntimeError:
+    print(number)
+"""
+
+
+def test_the_kernel_limits_threads() -> None:
+    version = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
+    if not probe_isolation().network or version < ((6, 14) if os.geteuid() == 0 else (5, 14)):
+        pytest.skip("the kernel has no such limit for this user")
+    ran = run_python(THREADS, limits=Limits(memory_mb=1 << 16))
+    assert ran.fate == "ok" and MAX_THREADS - 16 < int(ran.stdout) <= MAX_THREADS
 
 
 def test_input_and_output_of_any_size_and_kind(run: Run) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,28 @@ from hpcrl.sandbox.foreign_files import is_folder, parse_json
 
 FOLDER = "rollouts"  # of a run
 PER_TOKEN = ("advantages", "rollout_log_probs", "old_log_probs", "entropies", "response_mask")  # of responses
-SCORES = ("rm_score", "judge_score", "reward_baseline")  # columns besides `score`, in `parts`
+SCORES = ("rm_score", "judge_score", "reward_baseline", "num_turns", "tool_call_counts")  # besides `score`, in `parts`
 _STEP = re.compile(r"step_(\d{8,})\.h5")
+
+
+class ArchivedTurn(NamedTuple):
+    """A turn of the model, the response's tokens from `start` on, and what tools, users or an environment answered, from
+    `answer` up to `end`. reward: the score on its last token; None where it was not recorded."""
+
+    start: int
+    answer: int
+    end: int
+    reward: float | None
+
+    @staticmethod
+    def labels(turns: Sequence[ArchivedTurn]) -> dict[int, str]:
+        """A line to show before each of these tokens."""
+        found: dict[int, str] = {}
+        for number, turn in enumerate(turns, 1):
+            found[turn.start] = f"[turn {number}{'' if turn.reward is None else f', reward {turn.reward:g}'}]"
+            if turn.answer < turn.end:
+                found[turn.answer] = f"[answer to turn {number}]"
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +48,9 @@ class Sample:
     """One archived response, of `length` tokens; arrays are (length,), None where the run did not record the column.
 
     prompt, response: text with special tokens; the response without the token that ended it. token_texts: the part of
-    the text that each response token adds, the end token included. parts: acc, scores of models, rewards of turns, and
-    what else the scorer or the environment returned. advantages, rollout_log_probs, old_log_probs, entropies: float32,
+    the text that each response token adds, the end token included. parts: acc, scores of models, numbers of turns and
+    of tool calls, rewards of turns, and what else the scorer or the environment returned, of one that failed its
+    `error`. turns: those of a response with answers, unless its environment failed. advantages, rollout_log_probs, old_log_probs, entropies: float32,
     in nats where they are logs; response_mask: int32, 0 where a tool or a user wrote the token.
     """
 
@@ -49,6 +70,7 @@ class Sample:
     old_log_probs: np.ndarray | None
     entropies: np.ndarray | None
     response_mask: np.ndarray | None = None
+    turns: tuple[ArchivedTurn, ...] = ()
 
 
 def recorded_steps(run: Path) -> list[int]:
@@ -109,6 +131,7 @@ class StepArchive:
 
     def sample(self, index: int) -> Sample:
         _, response = self._ids(index)
+        turns = self._turns(index)
         arrays = {name: self._row(index, name) if name in self._tokens else None for name in PER_TOKEN}
         return Sample(
             step=self._step,
@@ -119,9 +142,10 @@ class StepArchive:
             response=self.response(index),
             token_texts=self._text.pieces(response.tolist()),
             score=float(self._value(index, "score", math.nan)),
-            parts=self._parts(index),
+            parts=self._parts(index, turns),
             finish_reason=str(self._value(index, "finish_reason", "")),
             length=len(response),
+            turns=turns,
             **arrays,
         )
 
@@ -154,24 +178,26 @@ class StepArchive:
         ids, length = self._row(index, "input_ids"), int(self.columns["prompt_length"][index])
         return ids[:length], ids[length:]
 
-    def _parts(self, index: int) -> dict[str, Any]:
+    def _parts(self, index: int, turns: Sequence[ArchivedTurn]) -> dict[str, Any]:
         found = {name: float(self._value(index, name, math.nan)) for name in SCORES}
         try:
             extras = parse_json(self._value(index, "extras", "{}"))
         except (ValueError, TypeError):
             extras = {}
         parts: dict[str, Any] = {name: number for name, number in found.items() if not math.isnan(number)}
-        if rewards := self._turn_rewards(index):
-            parts["turn_rewards"] = " ".join(f"{reward:g}" for reward in rewards)
+        if any(turn.reward for turn in turns[:-1]):
+            parts["turn_rewards"] = " ".join(f"{turn.reward:g}" for turn in turns)
         return parts | (extras if isinstance(extras, dict) else {})
 
-    def _turn_rewards(self, index: int) -> list[float]:
-        """The scores on the last tokens of the model's turns, if not only the last one has a score."""
-        if not {"token_level_scores", "response_mask"} <= self._tokens.keys():
-            return []
-        scores, mask = self._row(index, "token_level_scores"), self._row(index, "response_mask")
-        ends = np.flatnonzero(np.diff([*mask, 0]) < 0)
-        return scores[ends].tolist() if scores[ends[:-1]].any() else []
+    def _turns(self, index: int) -> tuple[ArchivedTurn, ...]:
+        mask = self._row(index, "response_mask") != 0 if "response_mask" in self._tokens else np.ones(0, bool)
+        if mask.all() or not mask.any():
+            return ()
+        edges = np.flatnonzero(np.diff([0, *mask, 0])).tolist()
+        scores = self._row(index, "token_level_scores").tolist() if "token_level_scores" in self._tokens else None
+        starts, answers = edges[::2], edges[1::2]
+        spans = zip(starts, answers, [*starts[1:], len(mask)], strict=True)
+        return tuple(ArchivedTurn(*span, None if scores is None else scores[span[1] - 1]) for span in spans)
 
 
 @functools.lru_cache(maxsize=8)

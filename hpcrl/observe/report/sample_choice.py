@@ -21,7 +21,7 @@ import numpy as np
 
 from hpcrl.observe.read.archive import column, member, whole_archive
 from hpcrl.observe.read.logs import shorten
-from hpcrl.observe.read.samples import FOLDER, Sample, read_step_samples, recorded_steps
+from hpcrl.observe.read.samples import FOLDER, ArchivedTurn, Sample, read_step_samples, recorded_steps
 from hpcrl.observe.record.archive import ArchiveError, step_path
 from hpcrl.observe.report.charts import evenly_spaced, number
 from hpcrl.sandbox.foreign_files import ERRORS
@@ -229,6 +229,10 @@ def packed(sample: Sample) -> dict[str, Any]:
         entry["cut"] = [head, sample.length - len(kept)]
     if sample.response_mask is not None and not np.all(sample.response_mask):
         entry["outside"] = np.flatnonzero(np.asarray(sample.response_mask)[kept] == 0).tolist()
+    if sample.turns:
+        place_of = {index: place for place, index in enumerate(kept)}
+        labels = ArchivedTurn.labels(sample.turns)
+        entry["labels"] = {place_of[index]: label for index, label in labels.items() if index in place_of}
     return entry
 
 

@@ -253,6 +253,15 @@ def _line(row: dict[str, Any]) -> str:
 def _plain(sample: Sample, with_tokens: bool) -> dict[str, Any]:
     names = ("step", "uid", "sample_index", "data_source", "score", "parts", "finish_reason", "length")
     row = {name: getattr(sample, name) for name in (*names, "prompt", "response")}
+    if sample.turns:
+        row["turns"] = [
+            {
+                "text": "".join(sample.token_texts[turn.start : turn.answer]),
+                "reward": turn.reward,
+                "answer": "".join(sample.token_texts[turn.answer : turn.end]),
+            }
+            for turn in sample.turns
+        ]
     if with_tokens:
         from hpcrl.observe.read.samples import PER_TOKEN
 

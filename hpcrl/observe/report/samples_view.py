@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from hpcrl.observe.read.samples import Sample, StepArchive
+from hpcrl.observe.read.samples import ArchivedTurn, Sample, StepArchive
 from hpcrl.sandbox.foreign_files import printable
 
 
@@ -114,7 +114,10 @@ class SamplesView:
         """The response's tokens, coloured; those of tools and users are dim."""
         strengths, mask = self._strengths(sample), sample.response_mask
         text = Text()
+        labels = ArchivedTurn.labels(sample.turns)
         for index, piece in enumerate(sample.token_texts):
+            if index in labels:
+                text.append("\n" * (index > 0) + labels[index] + "\n", "bold")
             style = None if strengths is None else self._style_of(strengths[index], self._color)
             text.append(printable(piece), "dim italic" if mask is not None and not mask[index] else style)
         return self._shortened(text)

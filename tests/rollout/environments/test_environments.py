@@ -17,9 +17,13 @@ import pytest
 
 from hpcrl.algorithms.metrics import finish
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
+from hpcrl.rollout.environments.environment import Turn
+from hpcrl.rollout.environments.environment_worker import EnvironmentSource
 from hpcrl.rollout.environments.loop import AgentLoop
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.forked_children import FIRST, ChildLimits
+from hpcrl.sandbox.process_pool import ProcessPool
 from hpcrl.sandbox.process_tree import descendants_of
 from tests.rollout.environments.scripted import ScriptedEngine
 
@@ -107,6 +111,16 @@ class Lamp(Environment):
         for _ in range(times):
             self.on = not self.on
         return "on" if self.on else "off"
+"""
+LARGE = """
+from hpcrl.api import Environment, Step
+
+class Large(Environment):
+    def reset(self, record, seed):
+        return [{"role": "user", "content": record["extra_info"]}]
+
+    def step(self, turn):
+        return Step([{"role": "user", "content": turn.text}], info={str(n): turn.text for n in range(64)})
 """
 HOSTILE = {
     "reset": "errors",
@@ -227,6 +241,18 @@ def test_a_failure_costs_its_sample_only(make: Callable[..., AgentLoop], tokeniz
         time.sleep(0.05)
     again, _ = run(loop, tokenizer, ["plain"], lambda request: "xy")
     assert again[0].num_turns == 3
+
+
+def test_large_messages_in_both_directions(tmp_path: Path) -> None:
+    """More than the pipes' buffers hold, in requests and answers at the same time."""
+    (tmp_path / "large.py").write_text(LARGE)
+    limits = ChildLimits(60.0, 2048, 16, 64)
+    pool = ProcessPool(EnvironmentSource(str(tmp_path / "large.py"), "Large", {}, limits, 8, 8), 1, 120.0)
+    first = {FIRST: True, "record": {"extra_info": "x" * 2**20}, "seed": 1}
+    for request in (first, {"turn": Turn("y" * 2**20)}):
+        asked = [pool.submit({"key": key, **request}) for key in range(8)]
+        assert [pool.take(it).why for it in asked] == [""] * 8
+    pool.close()
 
 
 @pytest.mark.parametrize(

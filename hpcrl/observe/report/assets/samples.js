@@ -178,6 +178,7 @@ class SampleBrowser {
     const [plus, minus] = [style("--plus"), style("--minus")];
     sample.lengths.forEach((length, i) => {
       if (sample.cut && i === sample.cut[0]) text.append(el("span", { class: "left-out" }, `\n[... ${sample.cut[1]} tokens left out ...]\n`));
+      if (sample.labels && i in sample.labels) text.append(el("strong", {}, `${i ? "\n" : ""}${sample.labels[i]}\n`));
       const span = el("span", { class: outside.has(i) ? "outside" : null }, sample.text.slice(at, at + length));
       at += length;
       const value = column[i];
