@@ -186,6 +186,9 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
         yield f"  {'offloaded':<22}{binary(offloaded)} of a node's host memory, {binary(rank)} of a rank's"
     if pictures := max(map(job.pictures_on_host, job.places)):
         yield f"  {'pictures':<22}at most {binary(pictures)} of a rank's host memory, if they fill the prompts"
+    if environments := job.environments_on_host():
+        limits = "max_open and memory_limit_mb of rollout.multi_turn.environment"
+        yield f"  {'environments':<22}at most {binary(environments)} of a node's host memory ({limits})"
     each = sum(roles.values())
     parts = ", ".join(f"{role} {size(nbytes)}" for role, nbytes in roles.items())
     if kept == 0:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+log = logging.getLogger(__name__)
+
 C = TypeVar("C", bound=Any)  # hpcrl.config.schema.Config, a layer above: its section `run` is read here
 # (config, number of ranks, rank, role, phase) -> text
 Advice = Callable[[C, int, int, str | None, str | None], str]
@@ -71,7 +73,7 @@ def run_spmd(
     gc.disable()  # importing torch and megatron-core leaves no garbage, and collections take a fifth of its time
     ends_at = end_of_allocation(os.environ) if is_first_launched(os.environ) else None
     os.umask(PRIVATE)  # a run directory holds data and weights; child processes inherit the mask
-    fork_server.start()
+    removed = fork_server.start()
     fork_server.set_compiler_cache()
     tempfile.tempdir = util.get_temp_dir()  # of the rank: wandb, which megatron imports, leaves folders in it
     if stop is not None:
@@ -88,6 +90,8 @@ def run_spmd(
         if stop is not None:
             stop.enter_run(comm.rank, run_dir)
         world = _start_world(comm, config, run_dir, stop, ends_at, status)
+        for folder in removed:
+            log.info("removed %s: the temporary files of processes that were killed", folder)
         gc.freeze()  # later collections need not walk over what stays loaded
         gc.enable()
         code = max(world.all_gather_object(main(world, config)))

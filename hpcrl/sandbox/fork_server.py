@@ -45,8 +45,9 @@ def without_launcher_variables(environ: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
 
 
-def start() -> None:
-    """Start the server that all children are forked from. Call it before MPI starts, so that the server has no MPI.
+def start() -> list[str]:
+    """Start the server that all children are forked from, and return the folders of killed jobs that were removed. Call
+    it before MPI starts, so that the server has no MPI.
 
     In the main thread. Ctrl-C reaches all processes of a job, and only the rank handles it: the server and its children
     ignore SIGINT from their first moment on.
@@ -55,7 +56,7 @@ def start() -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     # by default the server imports the program's main module
     context().set_forkserver_preload([__name__])
-    os.environ[FOLDER] = make_temporary_folder()
+    os.environ[FOLDER], removed = make_temporary_folder()
     try:
         for name in full.keys() - without_launcher_variables(full).keys():
             del os.environ[name]
@@ -64,6 +65,7 @@ def start() -> None:
         del os.environ[FOLDER]
         os.environ.update(full)
         signal.signal(signal.SIGINT, handler)
+    return removed
 
 
 def set_umask(mask: int) -> None:
@@ -162,13 +164,13 @@ SECONDS_TO_START = 3600.0  # from the start of mpiexec to the end of its ranks' 
 CLOCK_ERROR = 60.0  # seconds by which the clock may have been corrected since a process began
 
 
-def make_temporary_folder() -> str:
-    """Make this rank's folder, and remove those whose processes have ended. Returns its path."""
+def make_temporary_folder() -> tuple[str, list[str]]:
+    """Make this rank's folder, and remove those whose processes have ended. Returns its path, and theirs."""
     folder = util.get_temp_dir()
     keep_temporary_folder(folder)
-    remove_leftovers(os.path.dirname(folder))
+    removed = remove_leftovers(os.path.dirname(folder))
     remove_leftovers_of_mpiexec()
-    return folder
+    return folder, removed
 
 
 def set_compiler_cache() -> None:
@@ -195,14 +197,17 @@ def keep_temporary_folder(folder: str) -> None:
         file.write(f"{boot_id()} {pid_namespace()} {os.getpid()} {started_at(os.getpid())}\n")
 
 
-def remove_leftovers(parent: str) -> None:
-    """Remove folders in `parent` that were this user's and that no process uses any more."""
+def remove_leftovers(parent: str) -> list[str]:
+    """Remove folders in `parent` that were this user's and that no process uses any more, and return their paths."""
+    removed: list[str] = []
     with suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith("pymp-"):
                 with suppress(OSError, ValueError):
                     if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and _is_left(entry.path):
                         shutil.rmtree(entry.path, ignore_errors=True)  # follows no link
+                        removed += [entry.path] * (not os.path.lexists(entry.path))
+    return removed
 
 
 def remove_leftovers_of_mpiexec(parent: str = "/tmp") -> None:

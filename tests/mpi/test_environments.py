@@ -14,6 +14,7 @@ from hpcrl.observe.read.archive import read_step
 from hpcrl.observe.read.samples import read_step_samples
 from hpcrl.observe.record.archive import step_path
 from tests.mpi.lab import Lab, interrupted, metrics, on, reused
+from tests.mpi.test_generate import Inference
 
 pytestmark = pytest.mark.ci_world(2)
 
@@ -96,3 +97,76 @@ def check_samples(tokens: dict[str, Ragged], samples: dict[str, np.ndarray]) -> 
             assert samples["score"][index] == pytest.approx(scores.sum(), abs=1e-6)
             assert samples["acc"][index] == pytest.approx(scores[ends[-1]], abs=1e-6)
     assert 0 < failed < len(samples["finish_reason"])
+
+
+SAYS = """
+from hpcrl.api import Environment, Step
+
+class Says(Environment):
+    def reset(self, record, seed):
+        return [{"role": "user", "content": "1+2=3"}]
+
+    def step(self, turn):
+        return Step(done=True)
+"""
+
+
+def test_dumps_have_the_prompt_that_the_model_read(world: Any, lab: Lab) -> None:
+    """In lines of `hpcrl generate` and of a validation."""
+    if world.rank == 0:
+        (lab.folder / "says.py").write_text(SAYS)
+    world.barrier()
+    keys = sections(lab, "grpo")
+    keys["rollout"] |= {"n": 1, "multi_turn": {"enable": True, "environment": {"path": str(lab.folder / "says.py")}}}
+    keys["rollout"]["multi_turn"]["environment"]["name"] = "Says"
+    trainer = {"validation_data_dir": "dumps"}
+    made = Inference(lab)
+    keys["data"] |= {"max_prompt_length": 64, **made.data, "val_max_samples": 4}
+    lines = made.generate("says", on(world), **keys)
+    made.evaluate("says_too", on(world), **keys, trainer=trainer)
+    (dump,) = (lab.folder / "says_too").rglob("dumps/*.jsonl")
+    shown = [json.loads(line)["input"] for line in dump.read_text().splitlines()]
+    assert len(lines) == len(shown) == 4
+    for line, text in zip(lines, shown, strict=True):
+        assert line["prompt"] == text and "1+2=3" in text
+        assert len(line["prompt_ids"]) >= 5
+
+
+HALF = """
+from pathlib import Path
+from hpcrl.api import Environment, Step
+
+try:  # each leader of a replica imports the file
+    Path(__file__).with_name("taken").touch(exist_ok=False)
+    FAILS = True
+except FileExistsError:
+    FAILS = False
+
+class Half(Environment):
+    def reset(self, record, seed):
+        if FAILS:
+            raise OSError("nothing here")
+        return []
+
+    def step(self, turn):
+        return Step(done=True, reward=sum(map(ord, turn.text)) % 7 / 7)
+"""
+
+
+@pytest.mark.world(2)
+def test_experts_are_replayed_where_all_environments_of_a_replica_failed(world: Any, lab: Lab) -> None:
+    if world.rank == 0:
+        (lab.folder / "half.py").write_text(HALF)
+    world.barrier()
+    keys = sections(lab, "grpo")
+    keys["rollout"]["multi_turn"]["environment"] = {"path": str(lab.folder / "half.py"), "name": "Half"}
+    experts = {"family": "qwen3_moe", "num_experts": 4, "moe_ffn_hidden_size": 32}
+    keys |= {"model": experts, "actor": {"router_replay": {"mode": "R3"}}}
+    run = lab.run("half", on(world, ep=2), **keys, trainer={"total_training_steps": 1})
+    assert metrics(run)[1]["env/errors"] == 12
+    tokens, samples, _ = read_step(step_path(run / "rollouts", 1))
+    lengths = samples["prompt_length"] + samples["response_length"]
+    assert np.array_equal(np.diff(tokens["routed_experts"][1]), lengths * 2 * 2)
+    shown = read_step_samples(run, 1)
+    failed = [one.parts["error"] for one in shown if one.finish_reason == "error"]
+    assert failed == ["errors: OSError: nothing here (half.py:14)"] * 12

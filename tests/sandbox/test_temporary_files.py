@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import util
 from pathlib import Path
 
@@ -32,23 +32,24 @@ from hpcrl.sandbox import fork_server, worker
 WORK = "import tempfile, time, pathlib; pathlib.Path('worker').write_text(tempfile.gettempdir()); time.sleep(1000)"
 
 if __name__ == "__main__":
-    fork_server.start()
+    removed = fork_server.start()
     Path("worker").unlink(missing_ok=True)
     fork_server.spawn(worker.supervise, (partial(exec, WORK),))
     while not Path("worker").exists() or not Path("worker").read_text():
         time.sleep(0.02)
-    print(util.get_temp_dir(), flush=True)
+    print(util.get_temp_dir(), *removed, flush=True)
     time.sleep(1000)
 """
 
 
-def begin(start: Callable, folder: Path) -> tuple[Path, list[psutil.Process]]:  # noqa: F811
-    """A rank's folder for temporary files, and its processes."""
+def begin(start: Callable, folder: Path, removes: Sequence[Path] = ()) -> tuple[Path, list[psutil.Process]]:  # noqa: F811
+    """A rank's folder for temporary files, and its processes. removes: the folders that it says it has removed."""
     (folder / "rank.py").write_text(RANK)
     rank: subprocess.Popen[str] = start(sys.executable, folder / "rank.py", TMPDIR=str(folder / "t"))
     assert rank.stdout is not None
-    made = rank.stdout.readline().strip()
+    made, *removed = rank.stdout.readline().split() or [""]
     assert made, rank.communicate()
+    assert removed == list(map(str, removes))
     process = psutil.Process(rank.pid)
     return Path(made), [process, *process.children(recursive=True)]
 
@@ -98,7 +99,7 @@ def test_leftovers_of_killed_jobs_are_removed(start: Callable, tmp_path: Path) -
         os.chown(temporary / "pymp-of_another_user", OTHER.pw_uid, -1)
         expected.add("pymp-of_another_user")
 
-    third, _ = begin(start, tmp_path)
+    third, _ = begin(start, tmp_path, removes=[killed])
     assert {path.name for path in temporary.iterdir()} == {third.name, *expected}
     assert [path.name for path in victim.iterdir()] == [fork_server.PROCESSES_FILE]
     assert all(process.is_running() for process in its_processes)

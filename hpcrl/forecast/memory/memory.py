@@ -308,6 +308,18 @@ class TrainingPlan:
         num_parts = layout.tp if model.sequence_parallel else 1
         return PicturePass(vision, model.itemsize, sequences * data.max_prompt_length, patches, num_ranks, num_parts)
 
+    def environments_on_host(self) -> int:
+        """Bytes of a node's host memory that the processes of environments may have: those of the node with the most
+        leaders of the rollout, each with as many open environments as it may have samples."""
+        config, layout = self.config, self.layouts["rollout"]
+        cfg = config.rollout.multi_turn.environment
+        if not config.rollout.multi_turn.has_environment:
+            return 0
+        leaders = Counter(rank // config.job.ntasks_per_node for rank in layout.leaders)
+        samples = math.ceil(config.data.train_batch_size * config.rollout.n / layout.dp)
+        num_open = min(cfg.max_open or config.rollout.max_num_seqs, samples)
+        return max(leaders.values()) * num_open * cfg.memory_limit_mb * MIB
+
     def pictures_on_host(self, place: Place) -> int:
         """Bytes of a rank's host memory for pictures at most: features that are kept, and the columns of a step on a
         leader of the rollout and of the role with most of them."""

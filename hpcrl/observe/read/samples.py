@@ -24,8 +24,8 @@ _STEP = re.compile(r"step_(\d{8,})\.h5")
 
 
 class ArchivedTurn(NamedTuple):
-    """A turn of the model, the response's tokens from `start` on, and what tools, users or an environment answered, from
-    `answer` up to `end`. reward: the score on its last token; None where it was not recorded."""
+    """A turn of the model, the response's tokens from `start` on, and the answer to it, from `answer` up to `end`.
+    reward: the score on its last token; None where it was not recorded."""
 
     start: int
     answer: int
@@ -50,8 +50,9 @@ class Sample:
     prompt, response: text with special tokens; the response without the token that ended it. token_texts: the part of
     the text that each response token adds, the end token included. parts: acc, scores of models, numbers of turns and
     of tool calls, rewards of turns, and what else the scorer or the environment returned, of one that failed its
-    `error`. turns: those of a response with answers, unless its environment failed. advantages, rollout_log_probs, old_log_probs, entropies: float32,
-    in nats where they are logs; response_mask: int32, 0 where a tool or a user wrote the token.
+    `error`. turns: those of a response with answers, unless its environment failed. advantages, rollout_log_probs,
+    old_log_probs, entropies: float32, in nats where they are logs; response_mask: int32, 0 where a tool or a user wrote
+    the token.
     """
 
     step: int

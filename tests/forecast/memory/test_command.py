@@ -67,6 +67,19 @@ def test_a_judge_is_on_the_gpu_in_its_turn() -> None:
     assert grown == pytest.approx(8 * weights, rel=0.01)
 
 
+def test_environments_take_host_memory() -> None:
+    """A leader on each half of a node with 8 ranks, which has 10 environments open."""
+    keys = [
+        "rollout.multi_turn.enable=true",
+        f"rollout.multi_turn.environment.path={__file__}",
+        "placement.rollout.tp=4",
+    ]
+    config = load_config(TEMPLATE, [*keys, "rollout.multi_turn.environment.max_open=10"])
+    assert TrainingPlan(config).environments_on_host() == 2 * 10 * 4 * GIB
+    assert re.search(r"environments +at most 80.00 GiB of a node's host memory", describe(config, TEMPLATE))
+    assert TrainingPlan(load_config(TEMPLATE)).environments_on_host() == 0
+
+
 def test_each_role_of_the_70b_template_is_on_the_gpu_in_its_turn() -> None:
     job, resident = TrainingPlan(load_config(TEMPLATE)), TrainingPlan(load_config(TEMPLATE, ON_DEVICE))
     found = {phase.name: row(job, phase.name, 0) for phase in job.phases}
