@@ -51,6 +51,10 @@ class Hostile(Counter):
         self.how = record["prompt"][0]["content"]
         if self.how == "reset":
             raise KeyError("nothing here")
+        if self.how == "reset hangs":
+            time.sleep(600)
+        if self.how == "reset returns a number":
+            return 7
         return super().reset(record, seed)
 
     def step(self, turn):
@@ -76,6 +80,14 @@ class Hostile(Counter):
             with open(os.environ["TMPDIR"] + "/big", "wb") as file:
                 while True:
                     file.write(bytes(1 << 20))
+        if how == "children with memory":
+            code = "import time; x = b'x' * (200 << 20); time.sleep(600)"
+            [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+            time.sleep(600)
+        if how == "endless":
+            return Step([{"role": "user", "content": "on"}])
+        if how == "floods":
+            return Step([{"role": "user", "content": "x" * (1 << 20)}] * 100)
         if how == "daemon":
             subprocess.Popen(["setsid", "sleep", "600"])
         if how == "print":
@@ -142,9 +154,10 @@ def make(tmp_path: Path, tokenizer: Any) -> Iterator[Callable[..., AgentLoop]]:
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
     made: list[AgentLoop] = []
 
-    def make(name: str, max_open: int = 64, data: DataConfig | None = None, **keys: Any) -> AgentLoop:
+    def make(name: str, max_open: int = 64, data: DataConfig | None = None, calls: int = 1, **keys: Any) -> AgentLoop:
         environment = {"path": str(tmp_path / "environments.py"), "name": name, **keys}
-        cfg = MultiTurnConfig.model_validate({"enable": True, "environment": environment})
+        turns = {"enable": True, "max_parallel_calls": calls, "environment": environment}
+        cfg = MultiTurnConfig.model_validate(turns)
         made.append(AgentLoop(cfg, data or DataConfig(), tokenizer, max_open=max_open))
         return made[-1]
 
@@ -154,7 +167,7 @@ def make(tmp_path: Path, tokenizer: Any) -> Iterator[Callable[..., AgentLoop]]:
 
 
 def run(
-    loop: AgentLoop, tokenizer: Any, prompts: list[str], says: Callable[[Request], str]
+    loop: AgentLoop, tokenizer: Any, prompts: list[str], says: Callable[[Request], str], longest: int = 64
 ) -> tuple[list[Trajectory], dict[str, Any]]:
     def turn(request: Request) -> np.ndarray:
         return np.array(
@@ -163,7 +176,7 @@ def run(
 
     requests = [Request(tokenizer(it)["input_ids"], f"file:{row}:0", 0) for row, it in enumerate(prompts)]
     records = [{"prompt": [{"role": "user", "content": it}], "extra_info": {}} for it in prompts]
-    sampling = SamplingParams(64, eos_token_ids=(tokenizer.eos_token_id,))
+    sampling = SamplingParams(longest, eos_token_ids=(tokenizer.eos_token_id,))
     found, metrics = loop.run(ScriptedEngine(turn), requests, records, sampling, seed=1, step=1)  # type: ignore[arg-type]
     return found, finish(metrics)
 
@@ -179,7 +192,7 @@ def test_rewards_are_on_the_last_tokens_of_turns(make: Callable[..., AgentLoop],
         assert one.info is not None and one.info["count"] == 3.0
     assert found[0].info["seed"] != found[1].info["seed"]  # type: ignore[index]
     assert metrics["env/steps"] == 6 and metrics["env/reward_per_turn/mean"] == 1.0
-    assert metrics["env/count/mean"] == 3.0
+    assert metrics["env/count/mean"] == 3.0 and metrics["perf/environment_wait_s"] > 0
 
 
 def test_few_open_environments_change_nothing(make: Callable[..., AgentLoop], tokenizer: Any) -> None:
@@ -217,6 +230,13 @@ def test_methods_are_tools(make: Callable[..., AgentLoop], tokenizer: Any) -> No
     text = tokenizer.decode(one.token_ids)
     assert one.num_tool_calls == 2 and text.index("on") < text.index("off")
 
+    def says_both(request: Request) -> str:
+        return "off" if len(request.prefix_ids) else calls[0] + calls[1]
+
+    (one,), _ = run(make("Lamp", calls=2), tokenizer, ["ab"], says_both, 160)
+    text = tokenizer.decode(one.token_ids)
+    assert (one.num_turns, one.num_tool_calls) == (2, 2) and text.index("<tool_response>on") < text.index("off")
+
 
 def test_a_failure_costs_its_sample_only(make: Callable[..., AgentLoop], tokenizer: Any, caplog: Any) -> None:
     """Each kind of it beside others; no process is left of any."""
@@ -228,6 +248,7 @@ def test_a_failure_costs_its_sample_only(make: Callable[..., AgentLoop], tokeniz
         if prompt in HOSTILE:
             assert one.finish_reason == "error", prompt
             assert not one.mask.any() and not one.rewards.any() and len(one.token_ids)  # type: ignore[union-attr]
+            assert one.info is not None and one.info["error"].startswith(HOSTILE[prompt])  # type: ignore[union-attr]
         else:
             assert one.finish_reason == "stop" and one.num_turns == 3, prompt
     for fate in ("errors", "crashes", "timeouts"):

@@ -18,7 +18,7 @@ from hpcrl.sandbox.task_sandbox import probe_sandbox
 from tests.rollout.environments.scripted import ScriptedEngine
 
 SOLUTION = ["grep -rl 7 . ", "cp $(grep -rl 7 .) answer", "done"]
-CHEAT = ["echo true > check.sh", "ls", "done"]
+CHEAT = ["(while :; do echo true > check.sh; done) &", "ls", "done"]
 
 
 def test_tasks_in_shells(tmp_path: Path, tokenizer: Any) -> None:
