@@ -199,6 +199,7 @@ def test_a_call_is_answered_and_the_model_goes_on(run: Run, tokenizer: Any) -> N
     )
     assert (found.finish_reason, found.num_turns, found.num_tool_calls) == ("stop", 2, 1)
     assert (plain.finish_reason, plain.num_turns, plain.num_tool_calls) == ("stop", 1, 0)
+    assert (found.rewards, found.states, found.prompt_ids) == (None, None, None)  # which the journal would keep
     assert metrics["tools/calls"] == 1 and metrics["tools/sum/mean"] == 5
     turns = finish(turn_metrics([found, plain]))
     assert turns["training/num_turns/mean"] == 1.5 and turns["training/num_turns/max"] == 2
