@@ -63,8 +63,10 @@ class Session:
         child = Child(pid, {printed: ends} | {pipe: OutputEnds(0) for pipe in self._dropped})
         why = watch(child, self._wake, seconds, self._most_processes, self._most_memory)
         if select.select([self._init_output], [], [], 0)[0]:
+            if said := os.read(self._init_output, 4096):  # why it could not be set up
+                self.end()
+                return "", NOT_SET_UP, said, b"", 0
             why = why or "killed"
-            ends.add(os.read(self._init_output, 4096))  # why it could not be set up
         if why == "timeout":
             process_tree.kill_tree(pid)
             os.waitpid(pid, 0)
