@@ -238,7 +238,7 @@ def pools() -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.world(4)
-@pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
+@pytest.mark.parametrize("mode", [pytest.param("one_step_off", marks=pytest.mark.exhaustive), "bounded_staleness"])
 def test_asynchronous_modes(world, lab: Lab, shown, mode: str) -> None:
     kl = {"use_kl_in_reward": False}
     run = lab.run(
