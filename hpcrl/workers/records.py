@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TOKENS = (
     *("input_ids", "response_mask", "rollout_log_probs", "routed_experts", "old_log_probs", "ref_log_prob", "values"),
     *("token_level_scores", "token_level_rewards", "advantages", "returns", "rollout_is_weights", "loss_mask"),
-    *("teacher_log_prob", "verdicts", "entropies", "turn_rewards", "turn_states", *UPDATE_COLUMNS),
+    *("teacher_log_prob", "verdicts", "entropies", "turn_rewards", "turn_states", "sequence_starts", *UPDATE_COLUMNS),
 )
 SAMPLES = (
     *("position", "prompt", "row", "epoch", "sample_index", "prompt_length", "response_length", "finish_reason"),

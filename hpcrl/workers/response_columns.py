@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcrl.algorithms.metrics import Metric, Sum
-from hpcrl.batch.data_proto import Columns, DataProto
+from hpcrl.batch.data_proto import NOT_RECORDED, Columns, DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.model.blocks.router import NOT_RECORDED
 from hpcrl.observe.read.archive import read_step
 from hpcrl.observe.record.archive import step_path
 from hpcrl.rollout.protocol import Request, Trajectory
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from hpcrl.workers.rollout import RolloutWorker
 
 RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
-WRITTEN = (*RECORDED, "routed_experts?", "pictures?", "turn_rewards?", "turn_states?")
+WRITTEN = (*RECORDED, "routed_experts?", "pictures?", "turn_rewards?", "turn_states?", "sequence_starts?")
 
 
 def response_columns(requests: Sequence[Request], trajectories: Sequence[Trajectory]) -> DataProto:
@@ -58,15 +57,22 @@ def _prefill_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
 
 
 def environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
-    """`turn_rewards` and `turn_states`, on the last token of each turn, and `environment`, its last info of each
-    sample."""
+    """`turn_rewards` and `turn_states`, on the last token of each turn, `sequence_starts`, and `environment`, its last
+    info of each sample."""
     columns: Columns = {
         "turn_rewards": Ragged.from_rows([it.rewards for it in trajectories if it.rewards is not None], np.float32),
         "turn_states": Ragged.from_rows([it.states for it in trajectories if it.states is not None], np.int32),
+        "sequence_starts": _sequence_starts(trajectories),
     }
     infos = np.empty(len(trajectories), object)
     infos[:] = [dict(found.info or {}) for found in trajectories]
     return DataProto(columns, {"environment": infos}, {})
+
+
+def _sequence_starts(trajectories: Sequence[Trajectory]) -> Ragged:
+    """Column `sequence_starts` (see `hpcrl.engine.microbatch`)."""
+    starts = [found.sequence_starts for found in trajectories]
+    return Ragged.from_rows([np.zeros(0, np.int32) if it is None else it for it in starts], np.int32)
 
 
 def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
@@ -86,7 +92,7 @@ def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, 
     scores: read their scores as well."""
     needs_experts = worker.config.actor.router_replay.mode == "R3"
     names = [*RECORDED, *["token_level_scores"] * scores, *["routed_experts?"] * needs_experts]
-    names += ["turn_rewards?", "turn_states?"]
+    names += ["turn_rewards?", "turn_states?", "sequence_starts?"]
     tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
     if needs_experts and "routed_experts" not in tokens:
         raise InputError(

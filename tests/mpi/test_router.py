@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.data_proto import NOT_RECORDED, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.microbatch import make_micro_batches
-from hpcrl.model.blocks.router import NOT_RECORDED, Router
+from hpcrl.model.blocks.router import Router
 from hpcrl.model.build import named_parameters
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE

@@ -58,16 +58,18 @@ class Interaction(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What tools or users say between two turns of the model. token_ids: int32 (n,). pictures: their places count from
-    the first of these tokens."""
+    """What the model reads between two of its turns. token_ids: int32 (n,). pictures: their places count from the first
+    of these tokens. is_prompt: the tokens are the prompt of a new sequence, which the tokens before are not part of."""
 
     token_ids: np.ndarray
     pictures: tuple[ToolPicture, ...] = ()
+    is_prompt: bool = False
 
 
 @dataclass(eq=False)
 class Conversation:
-    """A response in turns. `request` is that of its first turn. Drawn tokens are never decoded and encoded again."""
+    """A response in turns, and in one sequence or several, each of which has a prompt and turns. `request` is that of
+    its first turn. Drawn tokens are never decoded and encoded again."""
 
     request: Request
     num_turns: int = 0  # of the model
@@ -81,11 +83,14 @@ class Conversation:
     _log_probs: list[np.ndarray] = field(default_factory=list)
     _masks: list[np.ndarray] = field(default_factory=list)
     _rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # with states, by place of the token
+    _starts: list[int] = field(default_factory=list)  # of sequences after the first, by place of the token
+    _prompt_end: int = 0  # of the latest sequence's prompt in the response
 
     def add_turn(self, done: Completion) -> None:
         """Append tokens that the model wrote."""
         self._add(done.token_ids, done.log_probs, 1)
-        self._routed_experts = merge_routed_experts(self._routed_experts, done.routed_experts)
+        before = len(self.request.prompt_ids) + self._starts[-1] if self._starts else 0
+        self._routed_experts = merge_routed_experts(self._routed_experts, done.routed_experts, before)
         self._prefill = self._prefill.plus(done.prefill)
         self.finish_reason = done.finish_reason
         self.num_turns += 1
@@ -102,12 +107,18 @@ class Conversation:
             place = picture.place._replace(start=first + picture.place.start)
             self._pictures.append(replace(picture, place=place))
             self._encoded.append(PromptPicture(picture.key, place, its_features))
+        if answer.is_prompt:
+            self._starts.append(self.num_tokens)
         self._add(answer.token_ids, np.zeros(len(answer.token_ids), np.float32), 0)
+        if answer.is_prompt:
+            self._prompt_end = self.num_tokens
 
     def next_request(self) -> Request:
         """Return the request for the model's next turn."""
-        prefix, pictures = np.concatenate(self._token_ids), (*self.request.pictures, *self._encoded)
-        return replace(self.request, prefix_ids=prefix, pictures=pictures)
+        tokens, pictures = np.concatenate(self._token_ids), (*self.request.pictures, *self._encoded)
+        prompt = tokens[self._starts[-1] : self._prompt_end] if self._starts else self.request.prompt_ids
+        prefix, before = tokens[self._prompt_end :], self._prompt_end
+        return replace(self.request, prompt_ids=prompt, prefix_ids=prefix, pictures=pictures, num_before=before)
 
     def trajectory(
         self,
@@ -138,6 +149,7 @@ class Conversation:
             states,
             info,
             self._prefill,
+            np.array(self._starts, np.int32) + np.int32(len(self.request.prompt_ids)),
         )
 
     def _add(self, token_ids: np.ndarray, log_probs: np.ndarray, mask: int) -> None:
@@ -153,7 +165,7 @@ Message = dict[str, Any]
 
 MODEL_TURN_MARK = "hpcrl.turn.of.the.model"  # placeholder of the model's text, which is never rendered nor tokenised
 PROBE = "hpcrl.answer"
-TEXTS = ("content", "name", "tool_call_id")  # of a message
+TEXTS = ("content", "name", "tool_call_id", "reasoning_content", "tool_calls")  # of a message, or with texts in them
 TOOL_WRAPPING = "<tool_response>\n{}\n</tool_response>"
 
 
@@ -216,7 +228,7 @@ class TurnTemplate:
 
     def cleaned(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with clean texts."""
-        return [message | {key: self.clean(message[key]) for key in TEXTS if key in message} for message in messages]
+        return [message | {key: self._cleaned(message[key]) for key in TEXTS if key in message} for message in messages]
 
     def clean(self, text: str) -> str:
         """Remove special tokens and characters outside the alphabet."""
@@ -226,6 +238,14 @@ class TurnTemplate:
             for token in self._specials:
                 text = text.replace(token, "")
         return text
+
+    def _cleaned(self, value: Any) -> Any:
+        """A text, or JSON values with texts."""
+        if isinstance(value, dict):
+            return {self._cleaned(key): self._cleaned(it) for key, it in value.items()}
+        if isinstance(value, list):
+            return [self._cleaned(it) for it in value]
+        return self.clean(value) if isinstance(value, str) else value
 
     def _with_pictures(self, ids: Sequence[int], pictures: Sequence[bytes]) -> Answer:
         """Give the placeholders among the tokens as many tokens as their pictures, a PNG each, need."""

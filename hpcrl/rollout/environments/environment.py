@@ -26,12 +26,19 @@ class Turn(NamedTuple):
 class Step(NamedTuple):
     """The answer to a turn. messages: what the model reads next; without any, and if they do not fit into the response,
     the trajectory ends. done: it ends. reward: of this turn, on its last token; None: 0. info: numbers and texts; those
-    of the last step stay with the sample, and its `acc` is the sample's accuracy."""
+    of the last step stay with the sample, and its `acc` is the sample's accuracy.
+
+    new_conversation: the messages are the whole prompt of a new conversation of the same trajectory, in place of what
+    the model has read so far. They may have the role "assistant", with "reasoning_content" and "tool_calls" too. tools:
+    schemas of the new conversation; None: those of the conversation before.
+    """
 
     messages: Sequence[Message] = ()
     done: bool = False
     reward: float | None = None
     info: Mapping[str, float | str] = {}
+    new_conversation: bool = False
+    tools: Sequence[Schema] | None = None
 
 
 class Environment:

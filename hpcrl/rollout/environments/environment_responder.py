@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcrl.algorithms.metrics import Mean, Metric, Sum
-from hpcrl.rollout.environments.environment import Message, Schema, Turn
+from hpcrl.rollout.environments.environment import Turn
 from hpcrl.rollout.environments.environment_worker import EnvironmentSource, Started, Stepped
 from hpcrl.rollout.environments.tools import Parser, parsed
-from hpcrl.rollout.environments.turn_handler import Dialog, Info, Record, Reply
+from hpcrl.rollout.environments.turn_handler import Dialog, Info, PromptOf, Reply
 from hpcrl.rollout.protocol import Request
 from hpcrl.runtime.exits import InputError, folded
 from hpcrl.sandbox.forked_children import FIRST, LAST, ChildLimits
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 LATE_SECONDS = 120.0  # after which the process that enforces the timeouts is replaced, and all environments end
 MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of them
 FATES = ("timeouts", "crashes", "errors")
-
-PromptOf = Callable[[Record, Sequence[Message], "Sequence[Schema] | None"], np.ndarray]
 
 
 def environment_pool(cfg: EnvironmentConfig, most: int, log_path: str | None) -> ProcessPool:
@@ -64,7 +62,6 @@ class EnvironmentResponder:
     own_metrics: dict[str, list[float]] = field(default_factory=dict, init=False)
     _unopened: deque[tuple[int, Request, Dialog]] = field(default_factory=deque, init=False)
     _open: dict[int, int] = field(default_factory=dict, init=False)  # conversation -> key
-    _with_tools: set[int] = field(default_factory=set, init=False)
     _asked: dict[int, tuple[int, Request | None, Dialog]] = field(default_factory=dict, init=False)  # by conversation
     _closing: list[int] = field(default_factory=list, init=False)  # numbers of requests
 
@@ -73,7 +70,7 @@ class EnvironmentResponder:
         self._open_more()
 
     def begin(self, number: int, dialog: Dialog, text: str) -> bool:
-        calls = parsed(self.parser, text, self.cfg.max_parallel_calls) if number in self._with_tools else []
+        calls = parsed(self.parser, text, self.cfg.max_parallel_calls) if dialog.tools else []
         dialog.num_tool_calls += len(calls)
         turn = Turn(text, calls, is_last=dialog.over is not None)
         self._ask(number, {"turn": turn}, None, dialog)
@@ -100,7 +97,6 @@ class EnvironmentResponder:
                 self._note(name, value)
         if (asked := self._asked.pop(number, None)) is not None:
             self._closing.append(asked[0])
-        self._with_tools.discard(number)
         if (key := self._open.pop(number, None)) is not None:
             self._closing.append(self.pool.submit({"key": key, LAST: True}))
         self._open_more()
@@ -135,14 +131,12 @@ class EnvironmentResponder:
 
     def _prompt(self, number: int, started: Started, request: Request, dialog: Dialog) -> Reply | np.ndarray:
         """The tokens of the first prompt."""
-        if started.tools:
-            self._with_tools.add(number)
         dialog.messages += started.messages
-        dialog.state = started.state
+        dialog.state, dialog.tools = started.state, started.tools
         if not started.messages and started.tools is None:
             return np.asarray(request.prompt_ids, np.int32)
         try:
-            return self.prompt_of(dialog.record, started.messages, started.tools)
+            return self.prompt_of(dialog.record, started.messages, started.tools, False)
         except InputError as error:
             return self._failed("errors", folded(error))
 
@@ -151,7 +145,8 @@ class EnvironmentResponder:
         step = stepped.step
         self.counts["steps"] += 1
         self._note("reward_per_turn", step.reward or 0.0)
-        return Reply(step.messages, step.done, step.reward or 0.0, info=step.info, state=stepped.state)
+        started = step.new_conversation, step.tools
+        return Reply(step.messages, step.done, step.reward or 0.0, False, step.info, stepped.state, *started)
 
     def _note(self, name: str, value: float) -> None:
         self.own_metrics.setdefault(name, []).append(value)

@@ -206,7 +206,9 @@ class AgentLoop:
         if self._pool is not None:
             responder = self._responder(self._pool, seed)
             text_of = partial(self._text, eos_token_ids=sampling.eos_token_ids)
-            handler = TurnHandler(self._cfg, responder, self._template, text_of, sampling.max_new_tokens)
+            handler = TurnHandler(
+                self._cfg, responder, self._template, text_of, sampling.max_new_tokens, self._prompt_of
+            )
             for number, conversation in enumerate(conversations):
                 handler.open(number, conversation, {} if records is None else records[number])
         source = TurnSource(conversations, starts, handler, self._comm, on_finished, on_step, encode)
@@ -235,14 +237,18 @@ class AgentLoop:
         fixed = pool, self._keys, self._max_open, self._parser, self._prompt_of, seed, self._warned
         return EnvironmentResponder(self._cfg, *fixed)
 
-    def _prompt_of(self, record: Record, messages: Sequence[Message], tools: Sequence[Schema] | None) -> np.ndarray:
-        """The tokens of a row's prompt with an environment's messages and tools."""
+    def _prompt_of(
+        self, record: Record, messages: Sequence[Message], tools: Sequence[Schema] | None, is_new: bool = False
+    ) -> np.ndarray:
+        """The tokens of a row's prompt with an environment's messages and tools; with `is_new`, of a conversation of
+        these messages only."""
         prompt, cleaned = record["prompt"], self._template.cleaned(messages)
         if isinstance(prompt, str):
-            prompt += self._template.clean("".join(f"\n{message['content']}" for message in cleaned))
+            before, after = ("", "\n") if is_new else (f"{prompt}\n", "")
+            prompt = before + self._template.clean("\n".join(message["content"] for message in cleaned)) + after
         else:
-            prompt = [*(messages_of(prompt) or ()), *cleaned]
-        return prompt_ids(self._tokenizer, self._data, prompt, tools)
+            prompt = [*(() if is_new else messages_of(prompt) or ()), *cleaned]
+        return prompt_ids(self._tokenizer, self._data, prompt, tools, None if is_new else self._data.max_prompt_length)
 
     def _text(self, turn: np.ndarray, eos_token_ids: tuple[int, ...]) -> str:
         """Decode a turn without its end-of-sequence token; other special tokens stay visible."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
 from hpcrl.rollout.environments.conversation import Answer, Conversation, Message, TurnTemplate
+from hpcrl.rollout.environments.environment import Schema
 from hpcrl.rollout.protocol import FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]
 Info = Mapping[str, "float | str"]
+PromptOf = Callable[[Record, Sequence[Message], "Sequence[Schema] | None", bool], np.ndarray]
 
 
 class TurnResult(NamedTuple):
@@ -34,7 +36,8 @@ class TurnResult(NamedTuple):
 
 class Reply(NamedTuple):
     """An answer to a turn; without messages it is the last. reward: of the turn. failed: nothing could answer, and the
-    sample does not count. info, state: of an environment, a number of it before the next turn."""
+    sample does not count. info, state: of an environment, a number of it before the next turn. new_conversation, tools:
+    as in `Step`."""
 
     messages: Sequence[Message] = ()
     ends: bool = False
@@ -42,12 +45,14 @@ class Reply(NamedTuple):
     failed: bool = False
     info: Info | None = None
     state: int = 0
+    new_conversation: bool = False
+    tools: Sequence[Schema] | None = None
 
 
 @dataclass
 class Dialog:
     """State of a conversation on the leader. turn_end: the last token of the latest turn. over: why that turn is the
-    last, if it is."""
+    last, if it is. tools: schemas in its prompt, if they are not those of the row."""
 
     record: Record
     conversation: Conversation
@@ -59,6 +64,7 @@ class Dialog:
     turn_scores: list[float] = field(default_factory=list)
     info: Info | None = None
     state: int = 0  # before the latest turn
+    tools: Sequence[Schema] | None = None
 
 
 class Responder(Protocol):
@@ -88,13 +94,18 @@ class Responder(Protocol):
 
 @dataclass(eq=False)
 class TurnHandler:
-    """Turns of one generation, answered by `responder`. A response has at most `max_tokens`, answers included."""
+    """Turns of one generation, answered by `responder`. A response has at most `max_tokens`, answers included.
+
+    prompt_of: tokens of a prompt from a row, messages and schemas of tools; of these messages only if the last argument
+    is true.
+    """
 
     cfg: MultiTurnConfig
     responder: Responder
     template: TurnTemplate
     text_of: Callable[[np.ndarray], str]
     max_tokens: int
+    prompt_of: PromptOf
     _dialogs: dict[int, Dialog] = field(default_factory=dict, init=False)
     _results: list[TurnResult] = field(default_factory=list, init=False)
 
@@ -145,16 +156,16 @@ class TurnHandler:
         elif reply.ends or not reply.messages or dialog.over is not None:
             self._end(number, "stop" if reply.ends else dialog.over or "stop")
         else:
-            self._answer(number, dialog, reply.messages)
+            self._answer(number, dialog, reply)
 
-    def _answer(self, number: int, dialog: Dialog, messages: Sequence[Message]) -> None:
+    def _answer(self, number: int, dialog: Dialog, reply: Reply) -> None:
         limit, side = self.cfg.max_tool_response_length, self.cfg.tool_response_truncate_side
         shortened = [
             it | {"content": self.template.shortened(it["content"], limit, side)} if it["role"] == "tool" else it
-            for it in messages
+            for it in reply.messages
         ]
         try:
-            answer = self.template.answer(shortened, dialog.turn_end)
+            answer = self._answer_of(dialog, reply, shortened)
         except Exception as error:  # a template may raise for roles and their order
             self.responder.reject(error)
             self._end(number, "error")
@@ -162,9 +173,18 @@ class TurnHandler:
         if dialog.conversation.num_tokens + len(answer.token_ids) >= self.max_tokens:  # no room for the model
             self._end(number, "length")
             return
+        if answer.is_prompt:
+            dialog.messages = []
         dialog.messages += map(_as_text, shortened)
         dialog.num_answers += 1
         self._results.append(TurnResult(number, answer))
+
+    def _answer_of(self, dialog: Dialog, reply: Reply, messages: Sequence[Message]) -> Answer:
+        if not reply.new_conversation:
+            return self.template.answer(messages, dialog.turn_end)
+        if reply.tools is not None:
+            dialog.tools = reply.tools
+        return Answer(self.prompt_of(dialog.record, messages, dialog.tools, True), is_prompt=True)
 
     def _end(self, number: int, finish_reason: FinishReason) -> None:
         dialog = self._dialogs.pop(number)
@@ -180,14 +200,17 @@ def _as_text(message: Message) -> Message:
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
-    """Verl's `training/num_turns` (here: turns of the model) and `tool_call_counts`."""
+    """Verl's `training/num_turns` (here: turns of the model) and `tool_call_counts`, and the number of sequences."""
     found: dict[str, Metric] = {}
-    names = {"num_turns": "training/num_turns", "tool_call_counts": "tool_call_counts"}
-    for name, column in turn_columns(trajectories).items():
+    names = {"num_turns": "training/num_turns", "num_sequences": "training/num_sequences"}
+    columns = turn_columns(trajectories)
+    columns["num_sequences"] = np.array([it.num_sequences for it in trajectories])
+    for name, column in columns.items():
         if len(column):
-            found[f"{names[name]}/min"] = Min(float(column.min()))
-            found[f"{names[name]}/max"] = Max(float(column.max()))
-            found[f"{names[name]}/mean"] = Mean(float(column.sum()), float(len(column)))
+            key = names.get(name, name)
+            found[f"{key}/min"] = Min(float(column.min()))
+            found[f"{key}/max"] = Max(float(column.max()))
+            found[f"{key}/mean"] = Mean(float(column.sum()), float(len(column)))
     return found
 
 

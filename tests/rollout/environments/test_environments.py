@@ -42,6 +42,20 @@ class Counter(Environment):
         info = {"count": self.count, "seed": self.seed}
         return Step([{"role": "user", "content": str(self.count)}], done, self.count / 2, info)
 
+class Forgetful(Environment):
+    "Begins a new conversation after the second turn, with a turn of the model's in its prompt."
+    count = 0
+
+    def reset(self, record, seed):
+        return [{"role": "user", "content": "go on!"}]
+
+    def step(self, turn):
+        self.count += 1
+        if self.count == 2:
+            messages = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": turn.text}]
+            return Step(messages, new_conversation=True)
+        return Step([{"role": "user", "content": str(self.count)}], done=self.count == 4, reward=self.count / 2)
+
 class Hostile(Counter):
     def reset(self, record, seed):
         self.how = record["prompt"][0]["content"]
@@ -244,3 +258,25 @@ def test_what_cannot_start_is_one_line(
     with pytest.raises(InputError, match=re.escape(why)) as caught:
         make(name, kwargs=kwargs)
     assert "\n" not in str(caught.value) and "environment.path=" in str(caught.value)
+
+
+def test_a_new_conversation_is_a_sequence_of_the_trajectory(make: Callable[..., AgentLoop], tokenizer: Any) -> None:
+    """Its prompt is all that the model reads, and its tokens follow those of the conversation before."""
+    asked: list[Request] = []
+
+    def says(request: Request) -> str:
+        asked.append(request)
+        return "xy"
+
+    (one, _), metrics = run(make("Forgetful"), tokenizer, ["ab", "stop"], says)
+    assert tokenizer.decode(one.prompt_ids) == "<|bos|>abgo on!"
+    assert one.finish_reason == "stop" and one.num_turns == 4
+    (start,) = one.sequence_starts - len(one.prompt_ids)  # type: ignore[operator,arg-type]
+    after = one.token_ids[start:]
+    assert tokenizer.decode(after) == "<|bos|>sumxy<|eos|>xy<|eos|>3xy<|eos|>"
+    assert one.mask.tolist().count(1) == 4 * 3 and not one.mask[start : start + 7].any()
+    requests = [it for it in asked if it.uid == "file:0:0"]
+    assert requests[2].prompt_ids.tolist() == after[:7].tolist() and not len(requests[2].prefix_ids)  # type: ignore
+    assert requests[3].prefix_ids.tolist() == after[7:11].tolist()
+    assert [it.position for it in requests] == [0, 4, start + 7, start + 11]
+    assert metrics["env/steps"] == 8
