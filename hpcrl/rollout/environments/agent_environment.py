@@ -44,6 +44,9 @@ class AgentEnvironment(Environment):
     unix_socket: bool = False
     socket_path: str | None = None
     seed: int = 0
+    _asked: Asked
+    _messages: list[Message]
+    _tools: list[Schema]
 
     def run(self, record: dict[str, Any], base_url: str, api_key: str) -> Result | Awaitable[Result]:
         """Carry out the task of the row, with an OpenAI client for this URL and key. May be `async def`.
@@ -73,7 +76,7 @@ class AgentEnvironment(Environment):
         self._number += 1
         self._num_calls += len(answer.get("tool_calls", ()))
         self._messages = [*self._messages, answer]
-        self._asked.answer(completion_of(answer, self._asked.request, self._number, turn.is_last))
+        self._asked.answer(completion_of(answer, turn, self._asked.request.model, self._number))
         event, has_room = self._events.get(), True
         while turn.is_last and isinstance(event, Asked):
             event.reject("the response has no room for another turn", "context_length_exceeded")

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from hpcrl.rollout.environments.environment import Message, Schema, Turn
 from hpcrl.rollout.environments.tools import ToolCall
@@ -60,7 +60,7 @@ class ChatRequest(NamedTuple):
         )
 
 
-def _is_function(tool: Any) -> bool:
+def _is_function(tool: Any) -> TypeGuard[dict[str, Any]]:
     function = tool.get("function") if isinstance(tool, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
@@ -95,7 +95,7 @@ def _text(content: Any, where: str) -> str:
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     """The calls with their arguments as objects, as chat templates take them."""
     found = []
-    for call in given if isinstance(given, list) else [None]:
+    for call in given if isinstance(given, list) else [given]:
         if not _is_function(call):
             raise BadRequest(f"{where}: expected tool_calls of functions")
         arguments = call["function"].get("arguments") or {}
@@ -149,8 +149,8 @@ def _typed(arguments: Mapping[str, str], parameters: Any) -> dict[str, Any]:
     return found
 
 
-def completion_of(answer: Message, request: ChatRequest, number: int, is_cut: bool) -> dict[str, Any]:
-    """The body of the response, or of the only chunk of a stream."""
+def completion_of(answer: Message, turn: Turn, model: str, number: int) -> dict[str, Any]:
+    """The response to a request, not as a stream."""
     calls = [
         call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
         for call in answer.get("tool_calls", ())
@@ -158,24 +158,34 @@ def completion_of(answer: Message, request: ChatRequest, number: int, is_cut: bo
     message: Message = {"role": "assistant", "content": answer["content"]}
     if calls:
         message |= {"content": answer["content"] or None, "tool_calls": calls}
-    choice: dict[str, Any] = {"index": 0, "logprobs": None}
-    choice["finish_reason"] = "tool_calls" if calls else "length" if is_cut else "stop"
-    kind = "chat.completion"
-    if request.stream:
-        kind += ".chunk"
-        choice["delta"] = message | {"tool_calls": [{"index": place} | call for place, call in enumerate(calls)]}
-    else:
-        choice["message"] = message
-    found = {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time())}
-    return found | {"model": request.model, "choices": [choice]}
+    reason = "tool_calls" if calls else "length" if turn.is_last else "stop"
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+        "usage": {
+            "prompt_tokens": turn.num_read,
+            "completion_tokens": turn.num_drawn,
+            "total_tokens": turn.num_read + turn.num_drawn,
+        },
+    }
 
 
 def body_of(completion: Mapping[str, Any], request: ChatRequest) -> tuple[str, bytes]:
-    """The media type and the bytes of a response."""
+    """The media type and the bytes of a response. A stream has one chunk, and one with the usage if that is asked
+    for."""
     if not request.stream:
         return "application/json", json.dumps(completion).encode()
-    events = [json.dumps(completion), "[DONE]"]
-    return "text/event-stream", "".join(f"data: {event}\n\n" for event in events).encode()
+    chunk = {**completion, "object": "chat.completion.chunk", "usage": None}
+    choice = dict(completion["choices"][0])
+    message = choice.pop("message")
+    calls = [{"index": place} | call for place, call in enumerate(message.get("tool_calls", ()))]
+    events = [chunk | {"choices": [choice | {"delta": message | {"tool_calls": calls}}]}]
+    events += [chunk | {"choices": [], "usage": completion["usage"]}] if request.with_usage else []
+    texts = [*map(json.dumps, events), "[DONE]"]
+    return "text/event-stream", "".join(f"data: {text}\n\n" for text in texts).encode()
 
 
 def error_body(message: str, code: str) -> bytes:

@@ -86,6 +86,12 @@ class Conversation:
     _starts: list[int] = field(default_factory=list)  # of sequences after the first, by place of the token
     _prompt_end: int = 0  # of the latest sequence's prompt in the response
 
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Tokens that the model had read before its latest turn, and those of the turn."""
+        num_drawn, start = len(self._token_ids[-1]), self._starts[-1] if self._starts else -len(self.request.prompt_ids)
+        return self.num_tokens - start - num_drawn, num_drawn
+
     def add_turn(self, done: Completion) -> None:
         """Append tokens that the model wrote."""
         self._add(done.token_ids, done.log_probs, 1)

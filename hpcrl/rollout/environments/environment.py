@@ -16,11 +16,14 @@ Schema: TypeAlias = dict[str, Any]  # of a tool, in OpenAI's format
 
 class Turn(NamedTuple):
     """What the model wrote. text: without its end-of-sequence token. calls: tool calls in it, if there are tools.
-    is_last: the response ends here, whatever the answer, because it may have no more tokens or turns."""
+    is_last: the response ends here, whatever the answer, because it may have no more tokens or turns. num_read,
+    num_drawn: tokens that the model had read before it wrote the turn, and those of the turn."""
 
     text: str
     calls: Sequence[Call] = ()
     is_last: bool = False
+    num_read: int = 0
+    num_drawn: int = 0
 
 
 class Step(NamedTuple):
@@ -66,9 +69,10 @@ class Environment:
 
     def reset(
         self, record: dict[str, Any], seed: int
-    ) -> Sequence[Message] | tuple[Sequence[Message], Sequence[Schema]]:
+    ) -> Sequence[Message] | tuple[Sequence[Message], Sequence[Schema]] | Step:
         """Begin a trajectory. Return messages to append to the prompt of the data's row, if any; with a second value,
-        the schemas of the tools, in place of those of the methods.
+        the schemas of the tools, in place of those of the methods. Or return a Step with messages and tools, which with
+        `new_conversation` take the place of the row's prompt.
 
         record: data_source, ground_truth, extra_info, ability and prompt of the row. seed: of 31 bits, the same for all
         samples of a prompt.

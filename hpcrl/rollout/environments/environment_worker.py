@@ -29,11 +29,13 @@ MORE_PROCESSES = 1024  # of the process that forks, beyond those that its childr
 
 
 class Started(NamedTuple):
-    """What `reset` returned. tools: schemas; None: those of the row's prompt. state: see `Stepped`."""
+    """What `reset` returned. tools: schemas; None: those of the row's prompt. state: see `Stepped`. is_prompt: the
+    messages take the place of the row's prompt."""
 
     messages: list[Message]
     tools: list[Schema] | None
     state: int
+    is_prompt: bool = False
 
 
 class Stepped(NamedTuple):
@@ -107,11 +109,15 @@ class Served:
     def _start(self, environment: Environment, record: dict[str, Any], seed: int) -> Started:
         environment.record = record
         found: Any = environment.reset(record, seed)
-        messages, tools = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        is_prompt = isinstance(found, Step) and found.new_conversation
+        if isinstance(found, Step):
+            messages, tools = found.messages, found.tools
+        else:
+            messages, tools = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if tools is None:
             tools = [tool.schema for tool in environment.tools.values()] or None
-        found = checked_messages(messages, "reset")
-        return Started(found, checked_tools(tools, "reset"), self._state(environment, found))
+        found = checked_prompt(messages) if is_prompt else checked_messages(messages, "reset")
+        return Started(found, checked_tools(tools, "reset"), self._state(environment, found), is_prompt)
 
     @staticmethod
     def _state(environment: Environment, messages: Sequence[Message]) -> int:

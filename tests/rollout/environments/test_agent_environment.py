@@ -5,7 +5,8 @@ The model is scripted; agents run in their real processes, 32 at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ class Adder(AgentEnvironment):
             message = found.choices[0].message
             messages.append(message)
             if not message.tool_calls:
-                return float(total), {"total": total, "text": message.content}
+                info = {"total": total, "text": message.content, "num_tokens": found.usage.total_tokens}
+                return float(total), info
             for call in message.tool_calls:
                 total += eval(call.function.arguments)["number"]
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": f"sum {total}"})
@@ -83,6 +85,15 @@ class Mixed(AgentEnvironment):
                 await ask([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}])
             except openai.BadRequestError:
                 pass
+        if how == "stream":
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            found = await client.chat.completions.create(model="x", messages=first, **options)
+            text, usage = "", []
+            async for chunk in found:
+                text += "".join(choice.delta.content for choice in chunk.choices)
+                usage += [chunk.usage.completion_tokens] if chunk.usage else []
+            assert text == "xy" and usage == [3]
+            return 1.0
         if how == "never":
             await ask()
             await asyncio.sleep(600)
@@ -103,7 +114,7 @@ class Mixed(AgentEnvironment):
         return 1.0
 """
 FATES = {"silent": "errors", "never": "timeouts", "exit": "crashes", "raise": "errors"}
-HARMLESS = ("stranger", "nonsense", "slow", "huge", "picture", "daemon", "many", "plain", "room")
+HARMLESS = ("stranger", "nonsense", "slow", "huge", "picture", "daemon", "stream", "many", "plain", "room")
 
 
 @pytest.fixture(scope="module")
@@ -113,26 +124,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(
-    folder: Path, tokenizer: Any, name: str, prompts: list[str], says: Any, limit: int = 400, **keys: Any
-) -> Iterator[Any]:
-    """The trajectories and the metrics, then the loop."""
+@contextmanager
+def running(folder: Path, tokenizer: Any, name: str, **keys: Any) -> Iterator[AgentLoop]:
+    environment = {"path": str(folder / "agents.py"), "name": name, "timeout": 20.0, **keys}
+    cfg = MultiTurnConfig.model_validate({"enable": True, "environment": environment})
+    loop = AgentLoop(cfg, DataConfig(max_prompt_length=2000), tokenizer, log_path=str(folder / "log"), max_open=32)
+    yield loop
+    loop.close()
 
+
+def run(
+    loop: AgentLoop, tokenizer: Any, prompts: list[str], says: Callable[[Request], str], limit: int
+) -> tuple[list[Trajectory], dict[str, Any]]:
     def turn(request: Request) -> np.ndarray:
         text = tokenizer(says(request), add_special_tokens=False)["input_ids"]
         return np.array([*text, tokenizer.eos_token_id], np.int32)
 
-    environment = {"path": str(folder / "agents.py"), "name": name, "timeout": 20.0, **keys}
-    cfg = MultiTurnConfig.model_validate({"enable": True, "environment": environment})
-    loop = AgentLoop(cfg, DataConfig(max_prompt_length=2000), tokenizer, log_path=str(folder / "log"), max_open=32)
     requests = [Request(tokenizer(it)["input_ids"], f"file:{row}:0", 0) for row, it in enumerate(prompts)]
     records = [{"prompt": [{"role": "user", "content": it}], "extra_info": {}} for it in prompts]
     sampling = SamplingParams(limit, eos_token_ids=(tokenizer.eos_token_id,))
     engine: Any = ScriptedEngine(turn)
     found, metrics = loop.run(engine, requests, records, sampling, seed=1, step=1)
-    yield found, finish(metrics)
-    yield loop
-    loop.close()
+    return found, finish(metrics)
 
 
 def test_an_agent_of_the_openai_client(folder: Path, tokenizer: Any) -> None:
@@ -143,7 +156,8 @@ def test_an_agent_of_the_openai_client(folder: Path, tokenizer: Any) -> None:
         done = tokenizer.decode(request.prefix_ids).count("</tool_call>")
         return calls[done] if done < len(calls) else "fin"
 
-    (found, metrics), _ = run(folder, tokenizer, "Adder", ["ab", "cd"], says)
+    with running(folder, tokenizer, "Adder") as loop:
+        found, _ = run(loop, tokenizer, ["ab", "cd"], says, 400)
     for one, prompt in zip(found, ("ab", "cd"), strict=True):
         assert one.finish_reason == "stop" and one.num_turns == 3 and one.num_tool_calls == 2
         text = tokenizer.decode(one.prompt_ids)
@@ -151,16 +165,17 @@ def test_an_agent_of_the_openai_client(folder: Path, tokenizer: Any) -> None:
         drawn = "".join(tokenizer.decode(one.token_ids[one.mask == 1]).split("<|eos|>"))
         assert drawn.startswith(calls[0] + calls[1] + "fin")
         assert one.rewards.sum() == one.rewards[-1] == 7.0
-        assert one.info == {"total": 7.0, "text": "fin"}
+        assert one.info == {"total": 7.0, "text": "fin", "num_tokens": len(one.prompt_ids) + len(one.token_ids)}
     log = (folder / "log").read_text()
     assert log.count("parameters without effect: temperature") == 1
 
 
 def test_what_agents_do_costs_their_sample(folder: Path, tokenizer: Any) -> None:
-    prompts = [*FATES, *HARMLESS] * 2 + ["plain"] * 6
-    made = run(folder, tokenizer, "Mixed", prompts, lambda request: "xy", limit=120, num_workers=32)
-    found, metrics = next(made)
-    loop = next(made)
+    prompts = [*FATES, *HARMLESS] * 2 + ["plain"] * 4
+    with running(folder, tokenizer, "Mixed", num_workers=32) as loop:
+        found, metrics = run(loop, tokenizer, prompts, lambda request: "xy", 120)
+        pool: Any = loop._pool
+        assert len(descendants_of(pool._workers[0].pid)) == 1  # the process that forks
     kinds: dict[str, list[Trajectory]] = {}
     for prompt, one in zip(prompts, found, strict=True):
         kinds.setdefault(prompt, []).append(one)
@@ -172,7 +187,3 @@ def test_what_agents_do_costs_their_sample(folder: Path, tokenizer: Any) -> None
         assert one.num_turns == 3 and one.rewards[-1] == 3.0
     assert all(one.rewards.sum() == 0 and one.num_turns > 5 for one in kinds["room"])
     assert all(one.num_turns == 1 and one.rewards.sum() == 1.0 for one in kinds["plain"])
-    pool: Any = loop._pool
-    server = pool._workers[0].pid
-    assert len(descendants_of(server)) == 1  # the process that forks
-    next(made, None)
