@@ -44,7 +44,8 @@ class VerifiersEnvironment(AgentEnvironment):
             episode = await env.run_episode(task, context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise RuntimeError(errors[-1].message if errors else "the episode failed")
+            lines = errors[-1].message.strip().splitlines() if errors else ["the episode failed"]
+            raise RuntimeError(": ".join(dict.fromkeys((lines[0][:90], lines[-1][:90]))))  # a traceback is between them
         info: dict[str, float | str] = {}
         for trace in episode.traces:
             info |= {name: value for name, value in trace.metrics.items() if value is not None}
