@@ -14,10 +14,14 @@ from hpcrl.batch.data_proto import NOT_RECORDED, Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.observe.read.archive import read_step
 from hpcrl.observe.record.archive import step_path
+from hpcrl.rollout.environments.turn_handler import turn_columns, turn_metrics
 from hpcrl.rollout.protocol import Request, Trajectory
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpcrl.config.schema import MultiTurnConfig
     from hpcrl.workers.rollout import RolloutWorker
 
 RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
@@ -56,23 +60,28 @@ def _prefill_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
     }
 
 
-def environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
-    """`turn_rewards` and `turn_states`, on the last token of each turn, `sequence_starts`, and `environment`, its last
-    info of each sample."""
+def conversation_columns(trajectories: Sequence[Trajectory], cfg: MultiTurnConfig) -> DataProto:
+    """Counts of turns. Of an environment also `turn_rewards` and `turn_states`, on the last token of each turn,
+    `sequence_starts`, and `environment`, its last info of each sample."""
+    counts = DataProto({}, dict(turn_columns(trajectories)), {"metrics": turn_metrics(trajectories)})
+    if not cfg.has_environment:
+        return counts
+    lengths = np.array([len(found.token_ids) for found in trajectories])
+    nothing = np.zeros(len(trajectories), np.int64)
     columns: Columns = {
-        "turn_rewards": Ragged.from_rows([it.rewards for it in trajectories if it.rewards is not None], np.float32),
-        "turn_states": Ragged.from_rows([it.states for it in trajectories if it.states is not None], np.int32),
-        "sequence_starts": _sequence_starts(trajectories),
+        "turn_rewards": _optional([found.rewards for found in trajectories], np.float32, lengths),
+        "turn_states": _optional([found.states for found in trajectories], np.int32, lengths),
+        "sequence_starts": _optional([found.sequence_starts for found in trajectories], np.int32, nothing),
     }
     infos = np.empty(len(trajectories), object)
     infos[:] = [dict(found.info or {}) for found in trajectories]
-    return DataProto(columns, {"environment": infos}, {})
+    return counts.union(DataProto(columns, {"environment": infos}))
 
 
-def _sequence_starts(trajectories: Sequence[Trajectory]) -> Ragged:
-    """Column `sequence_starts` (see `hpcrl.engine.microbatch`)."""
-    starts = [found.sequence_starts for found in trajectories]
-    return Ragged.from_rows([np.zeros(0, np.int32) if it is None else it for it in starts], np.int32)
+def _optional(rows: Sequence[np.ndarray | None], dtype: DTypeLike, lengths: np.ndarray) -> Ragged:
+    """Column of the rows, with as many zeros as in `lengths` for those that are None."""
+    pairs = zip(rows, lengths, strict=True)
+    return Ragged.from_rows([np.zeros(length, dtype) if row is None else row for row, length in pairs], dtype)
 
 
 def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:

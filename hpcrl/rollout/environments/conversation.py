@@ -69,12 +69,12 @@ class Answer:
 @dataclass(eq=False)
 class Conversation:
     """A response in turns, and in one sequence or several, each of which has a prompt and turns. `request` is that of
-    its first turn. Drawn tokens are never decoded and encoded again."""
+    its first turn. Drawn tokens are never decoded and encoded again. A turn may be drawn in parts."""
 
     request: Request
     num_turns: int = 0  # of the model
     num_tokens: int = 0  # of the response so far
-    finish_reason: FinishReason | None = None  # of the latest turn
+    finish_reason: FinishReason | None = None  # of the latest turn; "abort": it continues
     _pictures: list[ToolPicture] = field(default_factory=list)
     _encoded: list[PromptPicture] = field(default_factory=list)  # the same
     _routed_experts: np.ndarray | None = None
@@ -85,6 +85,7 @@ class Conversation:
     _rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # with states, by place of the token
     _starts: list[int] = field(default_factory=list)  # of sequences after the first, by place of the token
     _prompt_end: int = 0  # of the latest sequence's prompt in the response
+    _turn_start: int = 0  # of the latest turn
 
     @property
     def usage(self) -> tuple[int, int]:
@@ -93,13 +94,19 @@ class Conversation:
         return self.num_tokens - start - num_drawn, num_drawn
 
     def add_turn(self, done: Completion) -> None:
-        """Append tokens that the model wrote."""
+        """Append tokens that the model wrote: a turn, or a part of one."""
+        if self.finish_reason != "abort":
+            self._turn_start = self.num_tokens
         self._add(done.token_ids, done.log_probs, 1)
         before = len(self.request.prompt_ids) + self._starts[-1] if self._starts else 0
         self._routed_experts = merge_routed_experts(self._routed_experts, done.routed_experts, before)
         self._prefill = self._prefill.plus(done.prefill)
         self.finish_reason = done.finish_reason
-        self.num_turns += 1
+        self.num_turns += done.finish_reason != "abort"
+
+    def turn_ids(self) -> np.ndarray:
+        """Return the tokens of the latest turn, int32 (n,)."""
+        return self._tokens()[self._turn_start :]
 
     def add_reward(self, reward: float, state: int) -> None:
         """Put the reward of the latest turn, and the number of the state before it, on its last token."""
@@ -121,7 +128,7 @@ class Conversation:
 
     def next_request(self) -> Request:
         """Return the request for the model's next turn."""
-        tokens, pictures = np.concatenate(self._token_ids), (*self.request.pictures, *self._encoded)
+        tokens, pictures = self._tokens(), (*self.request.pictures, *self._encoded)
         prompt = tokens[self._starts[-1] : self._prompt_end] if self._starts else self.request.prompt_ids
         prefix, before = tokens[self._prompt_end :], self._prompt_end
         return replace(self.request, prompt_ids=prompt, prefix_ids=prefix, pictures=pictures, num_before=before)
@@ -129,19 +136,21 @@ class Conversation:
     def trajectory(
         self,
         finish_reason: FinishReason,
-        num_tool_calls: int,
-        turn_scores: tuple[float, ...],
+        num_tool_calls: int = 0,
+        turn_scores: tuple[float, ...] = (),
         info: Mapping[str, float | str] | None = None,
     ) -> Trajectory:
         """Return the whole. One that failed has no token that counts, and a token of its prompt if it has no other."""
         if not self.num_tokens:
             self._add(np.asarray(self.request.prompt_ids[-1:], np.int32), np.zeros(1, np.float32), 0)
         has_failed = finish_reason == "error"
-        rewards, states = np.zeros(self.num_tokens, np.float32), np.zeros(self.num_tokens, np.int32)
-        for place, (reward, state) in ({} if has_failed else self._rewards).items():
-            rewards[place], states[place] = reward, state
+        rewards = states = None
+        if self._rewards and not has_failed:
+            rewards, states = np.zeros(self.num_tokens, np.float32), np.zeros(self.num_tokens, np.int32)
+            for place, (reward, state) in self._rewards.items():
+                rewards[place], states[place] = reward, state
         return Trajectory(
-            np.concatenate(self._token_ids),
+            self._tokens(),
             np.concatenate(self._log_probs) * np.float32(not has_failed),
             np.concatenate(self._masks) * np.int32(not has_failed),
             finish_reason,
@@ -155,8 +164,11 @@ class Conversation:
             states,
             info,
             self._prefill,
-            np.array(self._starts, np.int32) + np.int32(len(self.request.prompt_ids)),
+            np.array(self._starts, np.int32) + np.int32(len(self.request.prompt_ids)) if self._starts else None,
         )
+
+    def _tokens(self) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int32), *self._token_ids])
 
     def _add(self, token_ids: np.ndarray, log_probs: np.ndarray, mask: int) -> None:
         self._token_ids.append(token_ids)

@@ -116,6 +116,8 @@ class EnvironmentResponder:
         found: dict[str, Metric] = {f"env/{name}": Sum(float(self.counts[name])) for name in ("steps", *FATES)}
         for name, values in self.own_metrics.items():
             found[f"env/{name}/mean"] = Mean(sum(values), float(len(values)))
+        self.counts.clear()
+        self.own_metrics.clear()
         return found
 
     def _open_more(self) -> None:

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ class TurnSource:
         conversation.add_turn(done)
         self._num_waiting += 1
         if self.handler is not None:
-            self.handler.add_turn(number, done.token_ids)
+            self.handler.add_turn(number)
 
     def take(self, idle: bool) -> Sequence[Request] | None:
         requests: list[Request] = []
@@ -92,16 +92,12 @@ class TurnSource:
         """Return the request for the conversation's next turn, if there is one. Takes the features of its pictures."""
         self._num_waiting -= 1
         number, conversation = result.conversation, self.conversations[result.conversation]
-        if result.prompt_ids is not None:
-            conversation.request = replace(conversation.request, prompt_ids=result.prompt_ids)
+        pictures = () if result.answer is None else result.answer.pictures
+        request = result.next_request(conversation, [next(features) for _ in pictures])
+        if request is not None:
             self._conversation_of.append(number)
-            return [conversation.request]
-        if result.answer is not None:
-            conversation.add_answer(result.answer, [next(features) for _ in result.answer.pictures])
-            self._conversation_of.append(number)
-            return [conversation.next_request()]
-        done = conversation.trajectory(result.finish_reason, result.num_tool_calls, result.turn_scores, result.info)
-        self.trajectories[number] = done
+            return [request]
+        self.trajectories[number] = done = result.trajectory(conversation)
         if self.on_finished is not None:
             self.on_finished(number, done)
         return []
@@ -172,7 +168,8 @@ class AgentLoop:
                     "vision-language model; use tools (rollout.multi_turn.function_tool_path)"
                 )
             self._template = TurnTemplate(tokenizer, data)
-            self._pool = environment_pool(cfg.environment, self._max_open, log_path)
+            # Of two generations at once: a validation runs while a stream's conversations wait.
+            self._pool = environment_pool(cfg.environment, 2 * self._max_open, log_path)
             return
         reader = None if images is None else MediaReader(images, tokenizer, data)
         self._template = TurnTemplate(tokenizer, data, reader)
@@ -201,16 +198,12 @@ class AgentLoop:
         `on_finished(index of the request, trajectory)` and `on_step()` must not wait. `encode` is called with the
         pictures that tools return, by all ranks of the replica together.
         """
-        conversations, handler, metrics = [Conversation(request) for request in requests], None, dict[str, Metric]()
-        starts = self._cfg.environment.path is None
-        if self._pool is not None:
-            responder = self._responder(self._pool, seed)
-            text_of = partial(self._text, eos_token_ids=sampling.eos_token_ids)
-            handler = TurnHandler(
-                self._cfg, responder, self._template, text_of, sampling.max_new_tokens, self._prompt_of
-            )
+        conversations, metrics = [Conversation(request) for request in requests], dict[str, Metric]()
+        handler = self.handler(sampling, seed)
+        if handler is not None:
             for number, conversation in enumerate(conversations):
                 handler.open(number, conversation, {} if records is None else records[number])
+        starts = not self.makes_prompts
         source = TurnSource(conversations, starts, handler, self._comm, on_finished, on_step, encode)
         first = requests if starts else []
         try:
@@ -225,6 +218,19 @@ class AgentLoop:
             metrics = handler.responder.metrics() | waited
         return [source.trajectories[number] for number in range(len(requests))], metrics
 
+    @property
+    def makes_prompts(self) -> bool:
+        """Whether conversations wait for a prompt before their first turn."""
+        return self._cfg.environment.path is not None
+
+    def handler(self, sampling: SamplingParams, seed: int) -> TurnHandler | None:
+        """What answers the model's turns, on the leader; None on other ranks."""
+        if self._pool is None:
+            return None
+        text_of = partial(self._text, eos_token_ids=sampling.eos_token_ids)
+        made = self._template, text_of, sampling.max_new_tokens, self._prompt_of
+        return TurnHandler(self._cfg, self._responder(self._pool, seed), *made)
+
     def close(self) -> None:
         """End the tool processes. May be called twice."""
         if self._pool is not None:
@@ -232,7 +238,7 @@ class AgentLoop:
 
     def _responder(self, pool: ProcessPool, seed: int) -> Responder:
         """What answers the model in one generation."""
-        if self._cfg.environment.path is None:
+        if not self.makes_prompts:
             return ToolResponder(self._cfg, pool, self._parser, self._warned)
         fixed = pool, self._keys, self._max_open, self._parser, self._prompt_of, seed, self._warned
         return EnvironmentResponder(self._cfg, *fixed)

@@ -98,10 +98,12 @@ class ToolResponder:
         raise error
 
     def metrics(self) -> dict[str, Metric]:
-        """Counts of calls, and the tools' own metrics."""
+        """Return counts of calls, and the tools' own metrics, since the last call."""
         found: dict[str, Metric] = {f"tools/{name}": Sum(float(self.counts[name])) for name in COUNTS}
         for name, values in self.own_metrics.items():
             found[f"tools/{name}/mean"] = Mean(sum(values), float(len(values)))
+        self.counts.clear()
+        self.own_metrics.clear()
         return found
 
     def _calls(self, text: str) -> Sequence[Call]:

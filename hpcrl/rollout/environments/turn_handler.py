@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,6 +14,8 @@ from hpcrl.rollout.environments.environment import Schema
 from hpcrl.rollout.protocol import FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpcrl.config.schema import MultiTurnConfig
 
 Record = Mapping[str, Any]
@@ -32,6 +34,21 @@ class TurnResult(NamedTuple):
     turn_scores: tuple[float, ...] = ()
     prompt_ids: np.ndarray | None = None
     info: Info | None = None  # of an environment
+
+    def next_request(self, conversation: Conversation, features: Sequence[Tensor] = ()) -> Request | None:
+        """Append the answer, and return the request for the conversation's next turn; None if it has ended. features:
+        as in `add_answer`."""
+        if self.prompt_ids is not None:
+            conversation.request = replace(conversation.request, prompt_ids=self.prompt_ids)
+        elif self.answer is not None:
+            conversation.add_answer(self.answer, features)
+        else:
+            return None
+        return conversation.next_request()
+
+    def trajectory(self, conversation: Conversation) -> Trajectory:
+        """Return the conversation that has ended."""
+        return conversation.trajectory(self.finish_reason, self.num_tool_calls, self.turn_scores, self.info)
 
 
 class Reply(NamedTuple):
@@ -89,7 +106,7 @@ class Responder(Protocol):
         """Count that the template does not render what was answered, or raise."""
 
     def metrics(self) -> dict[str, Metric]:
-        """Counts of what was answered."""
+        """Return counts of what was answered since the last call."""
 
 
 @dataclass(eq=False)
@@ -114,9 +131,10 @@ class TurnHandler:
         dialog = self._dialogs[number] = Dialog(record, conversation)
         self.responder.open(number, conversation.request, dialog)
 
-    def add_turn(self, number: int, turn: np.ndarray) -> None:
-        """Handle the end of a model's turn. Does not wait."""
+    def add_turn(self, number: int) -> None:
+        """Handle the end of a model's turn, which the conversation has. Does not wait."""
         dialog = self._dialogs[number]
+        turn = dialog.conversation.turn_ids()
         text = self.text_of(turn)
         dialog.messages.append({"role": "assistant", "content": text})
         dialog.turn_end = int(turn[-1]) if len(turn) else None

@@ -227,7 +227,7 @@ def test_a_failure_costs_its_sample_only(make: Callable[..., AgentLoop], tokeniz
     for prompt, one in zip(prompts, found, strict=True):
         if prompt in HOSTILE:
             assert one.finish_reason == "error", prompt
-            assert not one.mask.any() and not one.rewards.any() and len(one.token_ids)  # type: ignore[union-attr]
+            assert not one.mask.any() and one.rewards is None and len(one.token_ids)
         else:
             assert one.finish_reason == "stop" and one.num_turns == 3, prompt
     for fate in ("errors", "crashes", "timeouts"):
