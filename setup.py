@@ -105,7 +105,7 @@ TEST = [
     "hypothesis>=6.100",  # property tests
     "peft>=0.21",  # reads the adapters that training writes
     "selenium>=4.20",  # drives the Chromium that opens the pages of `hpcrl report`; a browser is no Python package
-    "openai>=2",  # the client of agents that draw turns from the endpoint of their trajectory
+    "openai>=3",  # the client of agents that draw turns from the endpoint of their trajectory
     "gguf>=0.17",  # reads the file of tools/prepare_smollm2.py
     "triton>=3.5; sys_platform == 'linux'",  # kernels in its interpreter and compiler, which need no GPU
     "ruff>=0.6",  # lint and format

@@ -26,14 +26,19 @@ AGENTS = """
 import asyncio, os, socket, subprocess, time
 from urllib.parse import urlsplit
 
+import httpx2
 import openai
 
 from hpcrl.api import AgentEnvironment
 
 class Adder(AgentEnvironment):
     "Its prompt takes the place of the row's. It adds what the model asks for, and ends when there is no call."
+    def __init__(self, unix_socket: bool = False):
+        self.unix_socket = unix_socket
+
     def run(self, record, base_url, api_key):
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        transport = httpx2.HTTPTransport(uds=self.socket_path)
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=httpx2.Client(transport=transport))
         parameters = {"type": "object", "properties": {"number": {"type": "integer"}}}
         tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
         messages, total = [{"role": "user", "content": record["prompt"][0]["content"] + "!"}], 0
@@ -148,7 +153,8 @@ def run(
     return found, finish(metrics)
 
 
-def test_an_agent_of_the_openai_client(folder: Path, tokenizer: Any) -> None:
+@pytest.mark.parametrize("unix_socket", [False, True])
+def test_an_agent_of_the_openai_client(folder: Path, tokenizer: Any, unix_socket: bool) -> None:
     """Its messages follow the tokens that the model drew, which are in the response as they were drawn."""
     calls = [f'<tool_call>{{"name": "add", "arguments": {{"number": {it}}}}}</tool_call>' for it in (3, 4)]
 
@@ -156,7 +162,7 @@ def test_an_agent_of_the_openai_client(folder: Path, tokenizer: Any) -> None:
         done = tokenizer.decode(request.prefix_ids).count("</tool_call>")
         return calls[done] if done < len(calls) else "fin"
 
-    with running(folder, tokenizer, "Adder") as loop:
+    with running(folder, tokenizer, "Adder", kwargs={"unix_socket": unix_socket}) as loop:
         found, _ = run(loop, tokenizer, ["ab", "cd"], says, 400)
     for one, prompt in zip(found, ("ab", "cd"), strict=True):
         assert one.finish_reason == "stop" and one.num_turns == 3 and one.num_tool_calls == 2
@@ -166,7 +172,7 @@ def test_an_agent_of_the_openai_client(folder: Path, tokenizer: Any) -> None:
         assert drawn.startswith(calls[0] + calls[1] + "fin")
         assert one.rewards.sum() == one.rewards[-1] == 7.0
         assert one.info == {"total": 7.0, "text": "fin", "num_tokens": len(one.prompt_ids) + len(one.token_ids)}
-    log = (folder / "log").read_text()
+    log = (folder / "log").read_text().splitlines()[-1]
     assert log.count("parameters without effect: temperature") == 1
 
 

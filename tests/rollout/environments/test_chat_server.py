@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -142,16 +141,6 @@ def test_a_client_that_gave_up_gets_its_answer(endpoint: Endpoint) -> None:
         endpoint.asked.get(timeout=20)
         endpoint.server.end()
         assert waiting.result()[1]["error"]["code"] == endpoint.post(CHAT)[1]["error"]["code"] == "trajectory_ended"
-
-
-def test_a_unix_socket(tmp_path: Path) -> None:
-    asked: SimpleQueue[Asked] = SimpleQueue()
-    server = ChatServer(asked.put, str(tmp_path / "socket"))
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(tmp_path / "socket"))
-        connection.sendall(f"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer {server.api_key}\r\n\r\n".encode())
-        assert b"200 OK" in connection.recv(65536)
-    server.end()
 
 
 def test_messages_of_a_request() -> None:
