@@ -50,9 +50,9 @@ def test_a_job_with_an_agent(world: Any, lab: Lab) -> None:
         "agent",
         on(world, tp=min(2, world.size)),
         rollout={"multi_turn": {"enable": True, "environment": environment}},
-        data={"train_batch_size": 6, "max_response_length": 96},
+        data={"train_batch_size": 4, "max_response_length": 64},
         algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
-        actor={"ppo_mini_batch_size": 6},
+        actor={"ppo_mini_batch_size": 4},
         reward={"custom_reward_function": {"path": None}},
         trainer={"total_training_steps": 2},
     )

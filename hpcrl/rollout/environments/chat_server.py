@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from email.message import Message
 from http import HTTPStatus
 from typing import Any
 
@@ -103,8 +104,10 @@ class ChatServer:
         try:
             while await self._exchange(reader, writer):
                 pass
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError):
-            pass  # the client has gone, is too slow, or sends no HTTP
+        except (OSError, asyncio.TimeoutError):
+            pass  # the client has gone, or is too slow
+        except (EOFError, ValueError, asyncio.LimitOverrunError, http.client.HTTPException):
+            pass  # it sends no HTTP
         finally:
             self._strangers.pop(writer, None)
             writer.close()
@@ -115,30 +118,31 @@ class ChatServer:
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), limit)
         line, _, fields = head.partition(b"\r\n")
         method, target, version = line.decode("ascii").split(" ")
-        try:
-            headers = http.client.parse_headers(io.BytesIO(fields))
-        except http.client.HTTPException:
-            return False
-        given = headers.get("Authorization", "").encode(errors="replace")
-        length = headers.get("Content-Length", "0")
-        stays = version == "HTTP/1.1" and headers.get("Connection", "").lower() != "close"
-        if not secrets.compare_digest(given, f"Bearer {self.api_key}".encode()):
-            response, stays = _error(HTTPStatus.UNAUTHORIZED, "expected the api_key of the trajectory"), False
-        elif not (length.isascii() and length.isdigit()) or "Transfer-Encoding" in headers:
-            response, stays = _error(HTTPStatus.LENGTH_REQUIRED, "expected a Content-Length"), False
-        elif len(length) > 9 or int(length) > MAX_BODY:
-            why = f"the body has {length[:20]} bytes; expected at most {MAX_BODY}"
-            response, stays = _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why), False
-        else:
+        headers = http.client.parse_headers(io.BytesIO(fields))
+        response = self._problem(headers)
+        stays = response is None and version == "HTTP/1.1" and headers.get("Connection", "").lower() != "close"
+        if response is None:
             self._strangers.pop(writer, None)
-            body = await asyncio.wait_for(reader.readexactly(int(length)), BODY_SECONDS)
+            body = await asyncio.wait_for(reader.readexactly(int(headers.get("Content-Length", "0"))), BODY_SECONDS)
             response = await self._respond(f"{method} {target.partition('?')[0]}", body, reader)
         status, kind, content = response
-        fixed = f"HTTP/1.1 {int(status)} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n"
-        ends = f"Content-Length: {len(content)}\r\nConnection: {'keep-alive' if stays else 'close'}\r\n\r\n"
-        writer.write(f"{fixed}{ends}".encode() + content)
+        lines = [f"HTTP/1.1 {int(status)} {HTTPStatus(status).phrase}", f"Content-Type: {kind}"]
+        lines += [f"Content-Length: {len(content)}", f"Connection: {'keep-alive' if stays else 'close'}", "\r\n"]
+        writer.write("\r\n".join(lines).encode() + content)
         await asyncio.wait_for(writer.drain(), BODY_SECONDS)
         return stays
+
+    def _problem(self, headers: Message) -> Response | None:
+        """Why a request is rejected before its body is read."""
+        given, length = headers.get("Authorization", ""), headers.get("Content-Length", "0")
+        if not secrets.compare_digest(given.encode(errors="replace"), f"Bearer {self.api_key}".encode()):
+            return _error(HTTPStatus.UNAUTHORIZED, "expected the api_key of the trajectory")
+        if not (length.isascii() and length.isdigit()) or "Transfer-Encoding" in headers:
+            return _error(HTTPStatus.LENGTH_REQUIRED, "expected a Content-Length")
+        if len(length) > 9 or int(length) > MAX_BODY:
+            why = f"the body has {length[:20]} bytes; expected at most {MAX_BODY}"
+            return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+        return None
 
     async def _respond(self, called: str, body: bytes, reader: asyncio.StreamReader) -> Response:
         if called == "GET /v1/models":
