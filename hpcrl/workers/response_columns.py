@@ -61,21 +61,21 @@ def _prefill_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
 
 
 def conversation_columns(trajectories: Sequence[Trajectory], cfg: MultiTurnConfig) -> DataProto:
-    """Counts of turns. Of an environment also `turn_rewards` and `turn_states`, on the last token of each turn,
-    `sequence_starts`, and `environment`, its last info of each sample."""
-    counts = DataProto({}, dict(turn_columns(trajectories)), {"metrics": turn_metrics(trajectories)})
+    """`sequence_starts` and counts of turns; of an environment also `turn_rewards` and `turn_states`, on the last
+    tokens of turns, and `environment`, its last info of each sample."""
+    nothing, counts = np.zeros(len(trajectories), np.int64), dict(turn_columns(trajectories))
+    starts = _optional([one.sequence_starts for one in trajectories], np.int32, nothing)
+    found = DataProto({"sequence_starts": starts}, counts, {"metrics": turn_metrics(trajectories)})
     if not cfg.has_environment:
-        return counts
-    lengths = np.array([len(found.token_ids) for found in trajectories])
-    nothing = np.zeros(len(trajectories), np.int64)
+        return found
+    lengths = np.array([len(one.token_ids) for one in trajectories])
     columns: Columns = {
-        "turn_rewards": _optional([found.rewards for found in trajectories], np.float32, lengths),
-        "turn_states": _optional([found.states for found in trajectories], np.int32, lengths),
-        "sequence_starts": _optional([found.sequence_starts for found in trajectories], np.int32, nothing),
+        "turn_rewards": _optional([one.rewards for one in trajectories], np.float32, lengths),
+        "turn_states": _optional([one.states for one in trajectories], np.int32, lengths),
     }
     infos = np.empty(len(trajectories), object)
-    infos[:] = [dict(found.info or {}) for found in trajectories]
-    return counts.union(DataProto(columns, {"environment": infos}))
+    infos[:] = [dict(one.info or {}) for one in trajectories]
+    return found.union(DataProto(columns, {"environment": infos}))
 
 
 def _optional(rows: Sequence[np.ndarray | None], dtype: DTypeLike, lengths: np.ndarray) -> Ragged:

@@ -73,7 +73,7 @@ def test_two_nodes_have_links_between_them(run: Callable[..., Ended], tmp_path: 
     assert machine.links.between != machine.links.inside
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_rank_has_its_memory_as_a_link(run: Callable[..., Ended], tmp_path: Path) -> None:
     machine = figures(measure(run, 1), tmp_path)
     assert machine.node.ranks == 1 and machine.links.group == {}

@@ -89,7 +89,7 @@ def test_windows_and_states_in_prompts_in_parts_in_groups_and_after_preemption(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_ranks_get_their_slices_and_together_they_are_the_files(name: str, tp_size: int, tmp_path: Path) -> None:
     make_model(name).save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()

@@ -235,8 +235,9 @@ def test_interrupted_responses_go_on_under_new_weights(
     assert sum(line["fully_async/partial/total_partial_num"] for line in lines(found)) == (spans > 0).sum()
     for line in lines(found):  # weights that never change: what was drawn in parts fits together
         assert line["training/rollout_log_probs_diff_max"] < 1e-4
-        assert not acts or line["env/steps"] > 0
-    assert not acts or max(line["training/num_sequences/max"] for line in lines(found)) == 2
+    if acts:
+        assert sum(line.get("env/steps", 0) for line in lines(found)) >= 2 * 6 * 4
+        assert max(line.get("training/num_sequences/max", 0) for line in lines(found)) == 2
 
 
 def acting(lab: Lab) -> dict[str, Any]:

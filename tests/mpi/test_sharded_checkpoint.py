@@ -139,7 +139,7 @@ def test_a_frozen_parameter_is_saved_and_left_alone(groups, world_tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.world(2)
-@pytest.mark.parametrize("layout", ["etp2", "tp2ep2"])
+@pytest.mark.parametrize("layout", ["etp2", pytest.param("tp2ep2", marks=pytest.mark.exhaustive)])
 def test_biases_and_sinks_are_loaded_under_another_layout(groups, world_tmp_path, layout):
     engine, alone, again = (
         TrainEngine(GPT_OSS, groups[name], optim=ADAM, total_steps=9, seed=seed)

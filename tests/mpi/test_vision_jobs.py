@@ -53,7 +53,7 @@ def sections(shown: dict[str, Any], family: str = "qwen2_5_vl", train: str = "no
 
 
 @pytest.mark.ci_world(2)
-@pytest.mark.parametrize("train", ["none", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("train", ["none", pytest.param("all", marks=pytest.mark.exhaustive)])
 def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, shown, train: str) -> None:
     placement, name = own_layout(world.size), f"shown_{train}"
     straight = lab.run(
@@ -116,7 +116,9 @@ def with_tool(world, shown: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.world(2)
-@pytest.mark.parametrize(("family", "train"), [("qwen2_5_vl", "none"), ("qwen3_vl", "all")])
+@pytest.mark.parametrize(
+    ("family", "train"), [pytest.param("qwen2_5_vl", "none", marks=pytest.mark.exhaustive), ("qwen3_vl", "all")]
+)
 def test_tools_answer_with_pictures(world, lab: Lab, shown, straight, family: str, train: str) -> None:
     """Training agrees with the log-probs of what was drawn after a picture; a step that was drawn is repeated bit for
     bit, and replayed from its archive, without a call of the tool."""
@@ -156,7 +158,7 @@ def test_tools_answer_with_pictures(world, lab: Lab, shown, straight, family: st
 @pytest.mark.slow
 @pytest.mark.ci_world(2)
 @pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.exhaustive)]
+    "family", ["qwen2_5_vl", *(pytest.param(it, marks=pytest.mark.exhaustive) for it in ("qwen3_vl", "qwen3_vl_moe"))]
 )
 def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab, shown, family: str) -> None:
     """Ten steps over a data file of which some rows have no picture; experts are those of the rollout."""
@@ -236,7 +238,7 @@ def pools() -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.world(4)
-@pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
+@pytest.mark.parametrize("mode", [pytest.param("one_step_off", marks=pytest.mark.exhaustive), "bounded_staleness"])
 def test_asynchronous_modes(world, lab: Lab, shown, mode: str) -> None:
     kl = {"use_kl_in_reward": False}
     run = lab.run(

@@ -47,6 +47,18 @@ def reference(directory: Path) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
 
 
+@pytest.fixture(scope="module")
+def responses(reference: tuple[Any, Any]) -> list[list[int]]:
+    """Greedy ones of `transformers`, with the token that ends each."""
+    model, tokenizer = reference
+    found = []
+    for question in QUESTIONS:
+        prompt = chat(tokenizer, question)
+        tokens = model.generate(prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        found.append(tokens[0, prompt.shape[1] :].tolist())
+    return found
+
+
 def hpcrl(*arguments: str) -> None:
     """A command on two ranks."""
     mpiexec = str(Path(sys.executable).with_name("mpiexec"))
@@ -61,20 +73,23 @@ def chat(tokenizer: Any, question: str) -> torch.Tensor:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
 
 
-def greedy(model: Any, prompt: torch.Tensor) -> list[int]:
-    """Ids of the response, with the one that ends it."""
-    tokens = model.generate(prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    response: list[int] = tokens[0, prompt.shape[1] :].tolist()
-    return response
-
-
-@pytest.mark.parametrize("layout", [(), ("placement.actor.pp=2",)], ids=["dp", "pp"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), id="dp"),
+        pytest.param(("placement.actor.pp=2",), id="pp", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_log_probs_are_those_of_transformers(
-    directory: Path, reference: tuple[Any, Any], tmp_path: Path, layout: tuple[str, ...]
+    directory: Path,
+    reference: tuple[Any, Any],
+    responses: list[list[int]],
+    tmp_path: Path,
+    layout: tuple[str, ...],
 ) -> None:
     model, tokenizer = reference
     prompts = [chat(tokenizer, question) for question in QUESTIONS]
-    sequences = [prompt[0].tolist() + greedy(model, prompt) for prompt in prompts]
+    sequences = [prompt[0].tolist() + response for prompt, response in zip(prompts, responses, strict=True)]
     tokens, out = tmp_path / "tokens.jsonl", tmp_path / "log_probs.jsonl"
     tokens.write_text("".join(json.dumps({"tokens": sequence}) + "\n" for sequence in sequences))
     hpcrl("score", str(directory), "--tokens", str(tokens), "--out", str(out), *layout)
@@ -89,9 +104,9 @@ def test_log_probs_are_those_of_transformers(
 
 
 def test_greedy_responses_are_those_of_transformers(
-    directory: Path, reference: tuple[Any, Any], tmp_path: Path
+    directory: Path, reference: tuple[Any, Any], responses: list[list[int]], tmp_path: Path
 ) -> None:
-    model, tokenizer = reference
+    tokenizer = reference[1]
     rows = [
         {
             "data_source": "openai/gsm8k",
@@ -113,7 +128,6 @@ def test_greedy_responses_are_those_of_transformers(
 
     (samples,) = (tmp_path / "greedy").rglob("samples/*.jsonl")
     outputs = [json.loads(line)["output"] for line in samples.read_text().splitlines()]
-    responses = [greedy(model, chat(tokenizer, question)) for question in QUESTIONS]
     assert outputs == [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
     lengths = [len(response) for response in responses]
     assert MAX_NEW_TOKENS in lengths and min(lengths) < MAX_NEW_TOKENS, lengths  # some are cut, some end by themselves

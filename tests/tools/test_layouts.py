@@ -97,7 +97,7 @@ def phases_of(case, machine: Machine) -> dict[str, list[float]]:
     return {name: [seconds, seconds] for name, seconds in found.phases.items()} | {"step": [found.step, found.step]}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_case_is_measured(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     case = "dense grpo log-normal: dp, engine tp1"

@@ -126,6 +126,11 @@ class Conversation:
         if answer.is_prompt:
             self._prompt_end = self.num_tokens
 
+    def context_ids(self) -> np.ndarray:
+        """Return the tokens of the latest sequence, int32 (n,)."""
+        request = self.next_request()
+        return np.concatenate([request.prompt_ids, request.prefix_ids])
+
     def next_request(self) -> Request:
         """Return the request for the model's next turn."""
         tokens, pictures = self._tokens(), (*self.request.pictures, *self._encoded)
@@ -223,9 +228,7 @@ class TurnTemplate:
     def answer(self, messages: Sequence[Message], end: int | None = None) -> Answer:
         """Return the tokens of messages of tools and users, and of the prompt of the model's next turn. end: the token
         that ended its latest turn; None: the one that the template writes."""
-        texts = self.cleaned(messages)
-        if not self._has_tool_role:
-            texts = [self._as_user(message) for message in texts]
+        texts = self.prepared(messages)
         if self._template is None:
             image = "" if self._reader is None else self._reader.spelled["image"]
             lines = "".join(f"\n{image * len(message.get('images', ()))}{message['content']}" for message in texts)
@@ -244,9 +247,17 @@ class TurnTemplate:
             return text
         return str(self._tokenizer.decode(truncate(ids, limit, CUT_SIDE[side]), clean_up_tokenization_spaces=False))
 
-    def cleaned(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with clean texts."""
-        return [message | {key: self._cleaned(message[key]) for key in TEXTS if key in message} for message in messages]
+    def prepared(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with clean texts, and with roles that the template has."""
+        found = [
+            message | {key: self._cleaned(message[key]) for key in TEXTS if key in message} for message in messages
+        ]
+        return found if self._has_tool_role else [self._as_user(message) for message in found]
+
+    def spells(self, token_ids: np.ndarray, other: np.ndarray) -> bool:
+        """Whether two sequences of tokens are the same text."""
+        texts = [self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (token_ids, other)]
+        return texts[0] == texts[1]
 
     def clean(self, text: str) -> str:
         """Remove special tokens and characters outside the alphabet."""

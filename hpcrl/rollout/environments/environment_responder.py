@@ -45,7 +45,7 @@ def environment_pool(cfg: EnvironmentConfig, most: int, log_path: str | None) ->
 @dataclass(eq=False)
 class EnvironmentResponder:
     """`pool` is an `environment_pool`, in which keys of environments come from `keys`, which does not repeat itself. At
-    most `most` are open. prompt_of: tokens of a row's prompt with messages and tools. seed: of the job.
+    most `most` are open. prompt_of: as in `TurnHandler`, of a first prompt, whose tokens are limited. seed: of the job.
 
     A conversation whose environment fails has failed. `warned` counts warnings of earlier generations too.
     """
@@ -140,7 +140,7 @@ class EnvironmentResponder:
         if not started.messages and started.tools is None:
             return np.asarray(request.prompt_ids, np.int32)
         try:
-            return self.prompt_of(dialog.record, started.messages, started.tools, False)
+            return self.prompt_of(dialog.prompt, started.messages, started.tools)
         except InputError as error:
             return self._failed("errors", folded(error))
 

@@ -22,7 +22,7 @@ from hpcrl.rollout.environments.environment_responder import EnvironmentResponde
 from hpcrl.rollout.environments.tool_responder import ToolResponder
 from hpcrl.rollout.environments.tool_worker import AgentSource
 from hpcrl.rollout.environments.tools import PARSERS, tool_schemas
-from hpcrl.rollout.environments.turn_handler import Record, Responder, TurnHandler, TurnResult
+from hpcrl.rollout.environments.turn_handler import Responder, TurnHandler, TurnResult
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, ToolPicture, Trajectory
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import broadcast_object, wait_until
@@ -156,8 +156,8 @@ class AgentLoop:
         self._warned: Counter[str] = Counter()
         if self._comm is not None and self._comm.rank > 0:
             return
-        if cfg.function_tool_path is not None:
-            tool_schemas(cfg.function_tool_path)  # the file may register a parser
+        # The file may register a parser.
+        self._schemas = None if cfg.function_tool_path is None else tool_schemas(cfg.function_tool_path)
         self._parser = PARSERS.get(cfg.format)
         self._keys = itertools.count()
         self._max_open = cfg.environment.max_open or max_open
@@ -171,6 +171,10 @@ class AgentLoop:
             # Of two generations at once: a validation runs while a stream's conversations wait.
             self._pool = environment_pool(cfg.environment, 2 * self._max_open, log_path)
             return
+        if images is not None and cfg.template_history:
+            raise InputError(
+                "rollout.multi_turn.template_history=true does not go with a vision-language model; leave it out"
+            )
         reader = None if images is None else MediaReader(images, tokenizer, data)
         self._template = TurnTemplate(tokenizer, data, reader)
         limit = 0 if images is None else data.max_image_pixels
@@ -239,22 +243,27 @@ class AgentLoop:
     def _responder(self, pool: ProcessPool, seed: int) -> Responder:
         """What answers the model in one generation."""
         if not self.makes_prompts:
-            return ToolResponder(self._cfg, pool, self._parser, self._warned)
-        fixed = pool, self._keys, self._max_open, self._parser, self._prompt_of, seed, self._warned
+            return ToolResponder(self._cfg, pool, self._parser, self._warned, self._schemas)
+        prompt_of = partial(self._prompt_of, limit=self._data.max_prompt_length)
+        fixed = pool, self._keys, self._max_open, self._parser, prompt_of, seed, self._warned
         return EnvironmentResponder(self._cfg, *fixed)
 
     def _prompt_of(
-        self, record: Record, messages: Sequence[Message], tools: Sequence[Schema] | None, is_new: bool = False
+        self,
+        prompt: str | list[Any],
+        messages: Sequence[Message],
+        tools: Sequence[Schema] | None,
+        limit: int | None = None,
     ) -> np.ndarray:
-        """The tokens of a row's prompt with an environment's messages and tools; with `is_new`, of a conversation of
-        these messages only."""
-        prompt, cleaned = record["prompt"], self._template.cleaned(messages)
+        """The tokens of a row's prompt, which is empty in a new conversation, with further messages and with tools; of
+        any number without a limit."""
+        prepared = self._template.prepared(messages)
         if isinstance(prompt, str):
-            before, after = ("", "\n") if is_new else (f"{prompt}\n", "")
-            prompt = before + self._template.clean("\n".join(message["content"] for message in cleaned)) + after
+            before, after = (f"{prompt}\n", "") if prompt else ("", "\n")
+            prompt = before + self._template.clean("\n".join(message["content"] for message in prepared)) + after
         else:
-            prompt = [*(() if is_new else messages_of(prompt) or ()), *cleaned]
-        return prompt_ids(self._tokenizer, self._data, prompt, tools, None if is_new else self._data.max_prompt_length)
+            prompt = [*(messages_of(prompt) or ()), *prepared]
+        return prompt_ids(self._tokenizer, self._data, prompt, tools, limit)
 
     def _text(self, turn: np.ndarray, eos_token_ids: tuple[int, ...]) -> str:
         """Decode a turn without its end-of-sequence token; other special tokens stay visible."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.algorithms.metrics import Mean, Metric, Sum
 from hpcrl.rollout.environments.conversation import Message
+from hpcrl.rollout.environments.environment import Schema
 from hpcrl.rollout.environments.tool_worker import ToolAnswer
 from hpcrl.rollout.environments.tools import BadCall, Call, Parser, parsed
 from hpcrl.rollout.environments.turn_handler import Dialog, Info, Reply
@@ -40,6 +41,7 @@ class _Pending:
 @dataclass(eq=False)
 class ToolResponder:
     """`pool` runs an AgentSource. The answer of a failed call is its error; a failed user ends the conversation.
+    schemas: of the tools.
 
     `counts` has all tool calls, those that timed out, crashed, raised, or reached no tool, and failed users. `warned`
     counts warnings of earlier generations too.
@@ -49,13 +51,14 @@ class ToolResponder:
     pool: ProcessPool
     parser: Parser
     warned: Counter[str]
+    schemas: Sequence[Schema] | None = None
     counts: Counter[str] = field(default_factory=Counter, init=False)
     own_metrics: dict[str, list[float]] = field(default_factory=dict, init=False)  # of the tools
     _states: dict[int, str] = field(default_factory=dict, init=False)  # of the simulated user, JSON
     _pending: dict[int, _Pending] = field(default_factory=dict, init=False)  # in order
 
     def open(self, number: int, request: Request, dialog: Dialog) -> None:
-        pass
+        dialog.tools = self.schemas
 
     def begin(self, number: int, dialog: Dialog, text: str) -> bool:
         """Start the tool calls of the turn, or the user's."""

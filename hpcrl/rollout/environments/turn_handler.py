@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]
 Info = Mapping[str, "float | str"]
-PromptOf = Callable[[Record, Sequence[Message], "Sequence[Schema] | None", bool], np.ndarray]
+PromptOf = Callable[[str | list[Any], Sequence[Message], "Sequence[Schema] | None"], np.ndarray]
 
 
 class TurnResult(NamedTuple):
@@ -69,7 +69,8 @@ class Reply(NamedTuple):
 @dataclass
 class Dialog:
     """State of a conversation on the leader. turn_end: the last token of the latest turn. over: why that turn is the
-    last, if it is. tools: schemas in its prompt, if they are not those of the row."""
+    last, if it is. messages: those that the model has read after the prompt of the row; with `is_new`, in its place.
+    tools: schemas in its prompt, if they are not those of the row."""
 
     record: Record
     conversation: Conversation
@@ -82,6 +83,13 @@ class Dialog:
     info: Info | None = None
     state: int = 0  # before the latest turn
     tools: Sequence[Schema] | None = None
+    is_new: bool = False
+
+    @property
+    def prompt(self) -> str | list[Any]:
+        """What comes before the messages."""
+        prompt: str | list[Any] = self.record["prompt"]
+        return type(prompt)() if self.is_new else prompt
 
 
 class Responder(Protocol):
@@ -113,8 +121,7 @@ class Responder(Protocol):
 class TurnHandler:
     """Turns of one generation, answered by `responder`. A response has at most `max_tokens`, answers included.
 
-    prompt_of: tokens of a prompt from a row, messages and schemas of tools; of these messages only if the last argument
-    is true.
+    prompt_of: tokens of a prompt from that of a row, further messages, and schemas of tools.
     """
 
     cfg: MultiTurnConfig
@@ -191,18 +198,23 @@ class TurnHandler:
         if dialog.conversation.num_tokens + len(answer.token_ids) >= self.max_tokens:  # no room for the model
             self._end(number, "length")
             return
-        if answer.is_prompt:
-            dialog.messages = []
         dialog.messages += map(_as_text, shortened)
         dialog.num_answers += 1
         self._results.append(TurnResult(number, answer))
 
     def _answer_of(self, dialog: Dialog, reply: Reply, messages: Sequence[Message]) -> Answer:
-        if not reply.new_conversation:
-            return self.template.answer(messages, dialog.turn_end)
-        if reply.tools is not None:
-            dialog.tools = reply.tools
-        return Answer(self.prompt_of(dialog.record, messages, dialog.tools, True), is_prompt=True)
+        """The answer after the tokens so far, or a prompt in their place: that of a new conversation, or what the
+        template makes of this one."""
+        if reply.new_conversation:
+            dialog.messages, dialog.is_new = [], True
+            dialog.tools = dialog.tools if reply.tools is None else reply.tools
+            return Answer(self.prompt_of(dialog.prompt, messages, dialog.tools), is_prompt=True)
+        answer = self.template.answer(messages, dialog.turn_end)
+        if not self.cfg.template_history or isinstance(dialog.prompt, str):
+            return answer
+        rendered = self.prompt_of(dialog.prompt, [*dialog.messages, *messages], dialog.tools)
+        read = np.concatenate([dialog.conversation.context_ids(), answer.token_ids])
+        return answer if self.template.spells(read, rendered) else Answer(rendered, is_prompt=True)
 
     def _end(self, number: int, finish_reason: FinishReason) -> None:
         dialog = self._dialogs.pop(number)

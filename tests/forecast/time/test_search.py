@@ -140,7 +140,7 @@ def exhaustive(*case: object) -> Any:
 # Seconds of the winner that a best-first search with an optimality bound found over all partitions of the roles.
 RECORDED = [
     ("grpo_8b", "dgx_h100", 2, None, "sync", 58.3872),
-    slow("grpo_8b", "dgx_h100", 8, "600,0.5", "sync", 11.5454),
+    exhaustive("grpo_8b", "dgx_h100", 8, "600,0.5", "sync", 11.5454),
     slow("grpo_8b", "b200_ib", 64, None, "sync", 2.8270),
     exhaustive("grpo_8b", "h100_slingshot", 64, None, "sync", 6.5335),
     exhaustive("grpo_8b", "dgx_h100", 4, "600,0.5", "bounded_staleness", 19.7157),

@@ -142,9 +142,12 @@ def make(tmp_path: Path, tokenizer: Any) -> Iterator[Callable[..., AgentLoop]]:
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
     made: list[AgentLoop] = []
 
-    def make(name: str, max_open: int = 64, data: DataConfig | None = None, **keys: Any) -> AgentLoop:
+    def make(
+        name: str, max_open: int = 64, data: DataConfig | None = None, template_history: bool = False, **keys: Any
+    ) -> AgentLoop:
         environment = {"path": str(tmp_path / "environments.py"), "name": name, **keys}
-        cfg = MultiTurnConfig.model_validate({"enable": True, "environment": environment})
+        options = {"enable": True, "template_history": template_history, "environment": environment}
+        cfg = MultiTurnConfig.model_validate(options)
         made.append(AgentLoop(cfg, data or DataConfig(), tokenizer, max_open=max_open))
         return made[-1]
 
@@ -280,3 +283,24 @@ def test_a_new_conversation_is_a_sequence_of_the_trajectory(make: Callable[..., 
     assert requests[3].prefix_ids.tolist() == after[7:11].tolist()
     assert [it.position for it in requests] == [0, 4, start + 7, start + 11]
     assert metrics["env/steps"] == 8
+
+
+@pytest.mark.parametrize("template_history", [False, True])
+def test_a_turn_that_the_template_changes_starts_a_sequence(
+    make: Callable[..., AgentLoop], tokenizer: Any, template_history: bool
+) -> None:
+    """A template that drops what precedes "=" in earlier turns."""
+    template = (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        "{{ message['content'].split('=')[-1] + eos_token }}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    )
+    loop = make("Counter", data=DataConfig(chat_template=template), template_history=template_history)
+    (one,), _ = run(loop, tokenizer, ["ab"], lambda request: "y" if len(request.prefix_ids) else "xy=z")
+    text = tokenizer.decode(one.token_ids)
+    if not template_history:
+        assert text == "xy=z<|eos|>1y<|eos|>2y<|eos|>" and one.sequence_starts is None
+        return
+    assert text == "xy=z<|eos|>abgo on!z<|eos|>1xy=z<|eos|>abgo on!z<|eos|>1z<|eos|>2xy=z<|eos|>"
+    assert one.num_sequences == 3 and one.num_turns == 3 and one.mask.sum() == 15
+    (one,), _ = run(loop, tokenizer, ["ab"], lambda request: "y")
+    assert tokenizer.decode(one.token_ids) == "y<|eos|>1y<|eos|>2y<|eos|>" and one.num_sequences == 1
