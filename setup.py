@@ -72,6 +72,12 @@ MCP = [
     "mcp>=2.3,<3",  # the client of environments whose tools are those of MCP servers; the tests' server
 ]
 
+VERIFIERS = [
+    # tasks and agents of environments; it requires mcp==2.0.0, which excludes the extra of this name
+    "verifiers>=0.4,<0.5; python_version >= '3.11'",
+    "uv>=0.7",  # verifiers starts its harnesses with it
+]
+
 # Trackers, each in a process of its own (hpcrl/observe/record/trackers.py)
 WANDB = [
     "wandb>=0.19",  # offline runs in the run's folder
@@ -99,6 +105,7 @@ TEST = [
     "hypothesis>=6.100",  # property tests
     "peft>=0.21",  # reads the adapters that training writes
     "selenium>=4.20",  # drives the Chromium that opens the pages of `hpcrl report`; a browser is no Python package
+    "openai>=3",  # the client of agents that draw turns from the endpoint of their trajectory
     "gguf>=0.17",  # reads the file of tools/prepare_smollm2.py
     "triton>=3.5; sys_platform == 'linux'",  # kernels in its interpreter and compiler, which need no GPU
     "ruff>=0.6",  # lint and format
@@ -139,6 +146,7 @@ setup(
         "hybrid": HYBRID,
         "math": MATH,
         "mcp": MCP,
+        "verifiers": VERIFIERS,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "docs": DOCS,

@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from hpcrl.rewards.manager import RewardManager as RewardManager
     from hpcrl.rewards.manager import register_reward_manager as register_reward_manager
     from hpcrl.rollout.engines.engine import Engine as Engine
+    from hpcrl.rollout.environments.agent_environment import AgentEnvironment as AgentEnvironment
     from hpcrl.rollout.environments.environment import Environment as Environment
     from hpcrl.rollout.environments.environment import Step as Step
     from hpcrl.rollout.environments.environment import Turn as Turn
     from hpcrl.rollout.environments.mcp_tools import McpTools as McpTools
     from hpcrl.rollout.environments.shell_task import ShellTask as ShellTask
     from hpcrl.rollout.environments.tools import tool as tool
+    from hpcrl.rollout.environments.verifiers_environment import VerifiersEnvironment as VerifiersEnvironment
     from hpcrl.rollout.keyed_sampler import Drawn as Drawn
     from hpcrl.rollout.keyed_sampler import KeyedSampler as KeyedSampler
     from hpcrl.rollout.protocol import Completion as Completion
@@ -92,6 +94,8 @@ _MODULES = {
     "hpcrl.rollout.environments.environment": ("Environment", "Step", "Turn"),
     "hpcrl.rollout.environments.shell_task": ("ShellTask",),
     "hpcrl.rollout.environments.mcp_tools": ("McpTools",),
+    "hpcrl.rollout.environments.agent_environment": ("AgentEnvironment",),
+    "hpcrl.rollout.environments.verifiers_environment": ("VerifiersEnvironment",),
     "hpcrl.rollout.environments.tools": ("tool",),
     # algorithms; `param` declares a parameter of theirs
     "hpcrl.algorithms.parameters": ("param",),

@@ -105,7 +105,7 @@ class ActorStub(Worker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "response_mask", "pictures?", "rollout_log_probs", "routed_experts?"),
+        reads=("input_ids", "response_mask", "pictures?", "sequence_starts?", "rollout_log_probs", "routed_experts?"),
         writes=("old_log_probs", "entropies?", "sum_pi_squared?", "routed_experts?"),
         phase="old_log_prob",
         skip_if="old_log_prob_in_update",
@@ -131,7 +131,7 @@ class ActorStub(Worker):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=(
-            *("input_ids", "response_mask", "pictures?"),
+            *("input_ids", "response_mask", "pictures?", "sequence_starts?"),
             *("loss_mask?", "rollout_log_probs", "old_log_probs?", "advantages"),
             *("ref_log_prob?", "rollout_is_weights?", "teacher_log_prob?", "teacher_topk_log_probs?"),
             *("teacher_topk_ids?", "routed_experts?", "prompt", "sample_index"),
@@ -148,7 +148,7 @@ class RefStub(Worker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "response_mask", "pictures?"),
+        reads=("input_ids", "response_mask", "pictures?", "sequence_starts?"),
         writes=("ref_log_prob",),
         phase="ref",
     )
@@ -161,7 +161,7 @@ class CriticStub(Worker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "response_mask", "pictures?"),
+        reads=("input_ids", "response_mask", "pictures?", "sequence_starts?"),
         writes=("values",),
         phase="values",
     )
@@ -170,7 +170,10 @@ class CriticStub(Worker):
 
     @register(
         Dispatch.DP_COMPUTE_METRIC,
-        reads=("input_ids", "response_mask", "pictures?", "loss_mask?", "values", "returns", "prompt"),
+        reads=(
+            *("input_ids", "response_mask", "pictures?", "sequence_starts?"),
+            *("loss_mask?", "values", "returns", "prompt"),
+        ),
         updates=True,
     )
     def update_critic(self, batch: DataProto) -> list[dict[str, Mean]]:
@@ -195,6 +198,7 @@ class RolloutStub(Worker):
             "pictures?",
             "turn_rewards?",
             "turn_states?",
+            "sequence_starts?",
         ),
     )
     def generate(self, batch: DataProto, sampling: Any) -> DataProto:

@@ -254,7 +254,8 @@ def _concat_tokens(name: str, columns: Sequence[AnyColumn]) -> AnyColumn:
     return remote[0].concat(remote[1:])
 
 
-FOR_MODEL = ("pictures", "routed_experts")  # columns that losses do not take
+FOR_MODEL = ("pictures", "routed_experts", "sequence_starts")  # columns that losses do not take
+NOT_RECORDED = -1  # in routed_experts, in place of an expert's number: no choice was recorded, the router chooses
 
 
 class TensorBatch:

@@ -309,11 +309,6 @@ def _check_multi_turn(config: Config) -> None:
         )
     if config.rollout.ignore_eos:
         raise ConfigError("rollout.ignore_eos=true never ends a turn, and rollout.multi_turn.enable waits for ends")
-    if config.async_training.mode == "bounded_staleness":
-        raise ConfigError(
-            "rollout.multi_turn.enable does not go with async_training.mode=bounded_staleness, whose refits interrupt "
-            "responses; use one_step_off"
-        )
 
 
 def _check_asynchronous(config: Config, roles: Mapping[str, PlacedRole]) -> None:

@@ -504,6 +504,11 @@ class MultiTurnConfig(Section):
     )
     interaction_path: PathStr | None = Field(None, description="Python file of a user simulator; null: no user answers")
     interaction_name: str = Field("Interaction", description="class in that file")
+    template_history: bool = Field(
+        False,
+        description="the model reads its earlier turns as the chat template renders them; where that is not what it "
+        "wrote, a new sequence begins",
+    )
     environment: EnvironmentConfig = subsection(EnvironmentConfig, "an environment, in place of tools and users")
 
     @property

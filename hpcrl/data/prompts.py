@@ -286,10 +286,14 @@ class PromptDataset:
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, prompt: str | list[Any], tools: Sequence[Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: DataConfig,
+    prompt: str | list[Any],
+    tools: Sequence[Any] | None,
+    limit: int | None,
 ) -> np.ndarray:
     """Return the tokens of a text, or of a conversation with its generation prompt, int32 (n,). tools: schemas for the
-    chat template. Raises InputError if there are too many tokens, or if the template fails."""
+    chat template. Raises InputError if there are none or more than `limit` tokens, or if the template fails."""
     where, is_text = "the prompt of an environment", isinstance(prompt, str)
     if isinstance(prompt, str):
         text = prompt
@@ -298,8 +302,10 @@ def prompt_ids(
         template = template if tools is None else template.with_option("tools", list(tools))
         text = template.text(prompt, where, generation_prompt=True)
     (ids,) = encode_texts(tokenizer, [text], [where], is_text)
-    if not 0 < len(ids) <= cfg.max_prompt_length:
-        raise InputError(f"{where} has {len(ids)} tokens; expected 1 to data.max_prompt_length={cfg.max_prompt_length}")
+    if not ids:
+        raise InputError(f"{where} has no tokens; expected at least one")
+    if limit is not None and len(ids) > limit:
+        raise InputError(f"{where} has {len(ids)} tokens; expected at most data.max_prompt_length={limit}")
     return np.array(ids, np.int32)
 
 

@@ -1,5 +1,8 @@
 """Micro-batches: samples packed to run together, and the mapping from head outputs back to samples.
 
+A sample is one sequence or several. The column `sequence_starts` is int32 with, for each sequence after the first, the
+place of its first token in `input_ids`: there positions begin at 0 again, and what came before is not read.
+
 The column `routed_experts` is int16 in sequence space: for each token layers x topk numbers, the experts of each MoE
 layer in turn, in any order; `NOT_RECORDED` where there is no record. Pictures of a micro-batch: positions of their
 tokens, and where their features go.
@@ -17,11 +20,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from hpcrl.batch.data_proto import NOT_RECORDED
 from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged, moved, padded_places
 from hpcrl.model.blocks.mixture import RoutedExperts
 from hpcrl.model.blocks.rope_angles import rope_positions
-from hpcrl.model.blocks.router import NOT_RECORDED, Routing
+from hpcrl.model.blocks.router import Routing
 from hpcrl.model.gpt import PackedTokens, gathered_places, pack, tokens_of_rank
 from hpcrl.model.tower import PackedPictures, Pixels
 from hpcrl.runtime.exits import InputError
@@ -234,7 +238,7 @@ def make_micro_batches(
             in_tokens = packed_pictures(pictures.take(rows), lengths, shape, embeds=embeds)
         packed = pack(
             ids,
-            lengths,
+            _sequence_lengths(batch, rows, lengths),
             shape,
             size=size,
             output_rows=output_rows,
@@ -292,6 +296,21 @@ def _output_tokens(batch: DataProto, rows: np.ndarray, outputs_at: OutputRows) -
     if len(tokens) == 0:
         tokens = torch.ones(1, dtype=torch.int64).clamp(max=len(token_ids) - 1)  # a dummy
     return token_ids, lengths, tokens, response_lengths
+
+
+def _sequence_lengths(batch: DataProto, rows: np.ndarray, lengths: Tensor) -> Tensor:
+    """Return the tokens of each sequence of samples that have `lengths` tokens, int64."""
+    if len(rows) == 0 or "sequence_starts" not in batch.tokens:
+        return lengths
+    starts = batch.fetch("sequence_starts").take(rows)
+    ends = lengths.numpy().cumsum()
+    firsts, cuts = ends - lengths.numpy(), starts.values.astype(np.int64)
+    of_sample = np.repeat(np.arange(len(rows)), starts.lengths)
+    bounds = np.sort(np.concatenate([firsts, firsts[of_sample] + cuts, ends[-1:]]))
+    found = np.diff(bounds)
+    if cuts.min(initial=1) < 1 or (cuts >= lengths.numpy()[of_sample]).any() or not found.all():
+        raise InputError("sequence_starts has places outside of their samples, or some twice; replay whole recordings")
+    return torch.from_numpy(found)
 
 
 def _shared(output_rows: Tensor, size: int, cp_rank: int, cp_size: int) -> tuple[Tensor, OutputGather]:

@@ -33,7 +33,7 @@ class Drawn:
     def of(cls, request: Request, sampling: SamplingParams, seed: int) -> Drawn:
         """Make that of a request, without tokens."""
         key, limit = request_key(seed, request.uid), request.num_to_draw(sampling)
-        return cls(key, request.sample_index, len(request.prefix_ids), limit)
+        return cls(key, request.sample_index, request.position, limit)
 
     def completion(self, count: int, reason: FinishReason) -> Completion:
         """Return the result after `count` tokens."""

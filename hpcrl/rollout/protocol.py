@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from hpcrl.batch.data_proto import NOT_RECORDED
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -40,9 +42,10 @@ class ToolPicture:
 class Request:
     """One sample to draw: `uid` names the prompt, `sample_index` the sample.
 
-    `prefix_ids` int32 (n,) are the response's tokens so far: an aborted part, or earlier turns with tool tokens. The
-    first token to draw has position n in the response, for the random numbers too. `max_new_tokens` bounds the tokens
-    still to draw; None: that of the sampling parameters less n. `pictures` are those of prompt and prefix, in order.
+    `prefix_ids` int32 (n,) are the tokens so far: an aborted part, or earlier turns with tool tokens. `num_before` are
+    tokens of the response before them, if it has several sequences: those of earlier ones, and of this one's prompt.
+    `max_new_tokens` bounds the tokens still to draw; None: that of the sampling parameters less `position`. `pictures`
+    are those of prompt and prefix, in order.
     """
 
     prompt_ids: list[int] | np.ndarray
@@ -51,10 +54,16 @@ class Request:
     prefix_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     max_new_tokens: int | None = None
     pictures: tuple[PromptPicture, ...] = ()
+    num_before: int = 0
+
+    @property
+    def position(self) -> int:
+        """Place in the response of the first token to draw, for the random numbers too."""
+        return self.num_before + len(self.prefix_ids)
 
     def num_to_draw(self, sampling: SamplingParams) -> int:
         """Return the largest number of tokens to draw."""
-        return sampling.max_new_tokens - len(self.prefix_ids) if self.max_new_tokens is None else self.max_new_tokens
+        return sampling.max_new_tokens - self.position if self.max_new_tokens is None else self.max_new_tokens
 
     def context_ids(self, sampling: SamplingParams, max_model_len: int, vocab_size: int) -> np.ndarray:
         """Return prompt and prefix, int32 (n,). Raises ValueError for a request that the engine cannot serve."""
@@ -64,8 +73,7 @@ class Request:
             raise ValueError(f"{what} has no tokens; at least one is needed, such as a beginning-of-sequence token")
         if limit < 1:
             raise ValueError(
-                f"{what} may draw {limit} more tokens after a prefix of {len(self.prefix_ids)}; it must be 1 or more: "
-                "drop such requests"
+                f"{what} may draw {limit} more tokens after {self.position}; it must be 1 or more: drop such requests"
             )
         if len(context) + limit > max_model_len:
             raise ValueError(
@@ -140,7 +148,9 @@ class Trajectory:
     `mask` int32 is 1 on tokens that the model wrote and 0 on those of tools and users, whose `log_probs` are 0.
     `routed_experts` as in a completion. `pictures` are those that tools returned. prompt_ids int32: if they are not
     those of the request. rewards fp32 and states int32: of turns, and of the environment before them, on their last
-    tokens. info: the last of the environment. With the finish reason "error" it failed, and `mask` is 0.
+    tokens. info: the last of the environment. sequence_starts int32 (k,): places in prompt and response of
+    the first tokens of further sequences, each with a prompt of its own. With the finish reason "error" it failed, and
+    `mask` is 0.
     """
 
     token_ids: np.ndarray
@@ -157,6 +167,11 @@ class Trajectory:
     states: np.ndarray | None = None
     info: Mapping[str, float | str] | None = None
     prefill: Prefill = Prefill()  # of all turns
+    sequence_starts: np.ndarray | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return 1 + (0 if self.sequence_starts is None else len(self.sequence_starts))
 
     @classmethod
     def from_completion(cls, done: Completion) -> Trajectory:
@@ -171,12 +186,15 @@ class Trajectory:
         )
 
 
-def merge_routed_experts(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
+def merge_routed_experts(first: np.ndarray | None, second: np.ndarray | None, before: int = 0) -> np.ndarray | None:
     """Join the `routed_experts` of a continued response. A token keeps the record of its first run, which the log-prob
-    of the next token depends on, although the engine ran it again."""
-    if first is None or second is None:
-        return second if first is None else first
-    return np.concatenate([first, second[len(first) :]])
+    of the next token depends on, although the engine ran it again. before: tokens of earlier sequences, which `second`
+    does not have."""
+    if second is None:
+        return first
+    first = second[:0] if first is None else first
+    not_run = np.full((max(0, before - len(first)), second.shape[1]), NOT_RECORDED, second.dtype)
+    return np.concatenate([first, not_run, second[max(0, len(first) - before) :]])
 
 
 class RequestSource(Protocol):

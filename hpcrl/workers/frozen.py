@@ -57,9 +57,10 @@ class RewardModelWorker(ModelWorker):
         with self.engine.offload.on_device("parameters"):
             load_sharded(self.engine, Path(folder) / "reward", optimizer=False)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "pictures?"))
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "pictures?", "sequence_starts?"))
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Per sample `rm_score`, float32: the head's output at the last token of prompt and response."""
+        """Per sample `rm_score`, float32: the head's output at the last token of prompt and response, of which it reads
+        the last sequence."""
         scores = self.engine.scores(batch, max_tokens=self.max_tokens)
         return DataProto({}, {"rm_score": scores.numpy()}) if self.is_leader and scores is not None else DataProto()
 

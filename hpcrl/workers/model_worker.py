@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from hpcrl.workers.team import Team
 
-SEQUENCE = ("input_ids", "response_mask", "pictures?")  # columns of prompts and responses
+SEQUENCE = ("input_ids", "response_mask", "pictures?", "sequence_starts?")  # columns that the model runs on
 
 
 @dataclass(frozen=True)

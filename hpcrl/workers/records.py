@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TOKENS = (
     *("input_ids", "response_mask", "rollout_log_probs", "routed_experts", "old_log_probs", "ref_log_prob", "values"),
     *("token_level_scores", "token_level_rewards", "advantages", "returns", "rollout_is_weights", "loss_mask"),
-    *("teacher_log_prob", "verdicts", "entropies", "turn_rewards", "turn_states", *UPDATE_COLUMNS),
+    *("teacher_log_prob", "verdicts", "entropies", "turn_rewards", "turn_states", "sequence_starts", *UPDATE_COLUMNS),
 )
 SAMPLES = (
     *("position", "prompt", "row", "epoch", "sample_index", "prompt_length", "response_length", "finish_reason"),
@@ -114,7 +114,7 @@ class GenerationsWorker(InputsWorker):
         Dispatch.DP_COMPUTE_PROTO,
         reads=(
             *("input_ids", "response_mask", "rollout_log_probs", "row", "epoch", "sample_index", "finish_reason"),
-            *("score?", "extras?", "verdicts?"),
+            *("score?", "extras?", "verdicts?", "sequence_starts?"),
         ),
         leader_only=True,
     )
@@ -123,7 +123,8 @@ class GenerationsWorker(InputsWorker):
 
         uid, sample_index, data_source, prompt and response as text, ground_truth, finish_reason; where the batch has
         scores, score and what else the scorer returned; where it has them, the judge's verdicts; prompt_ids and
-        response_ids; response_mask where tools or users wrote some of the response; log_probs to six decimals.
+        response_ids; response_mask where tools or users wrote some of the response; sequence_starts, places in prompt
+        and response, where it has further sequences; log_probs to six decimals.
         """
         prompts, samples = self.inputs.prompts[batch.meta_info["split"]], batch.samples
         responses, has_log_probs = responses_of(batch), self.config.section("generate").log_probs
@@ -149,6 +150,8 @@ class GenerationsWorker(InputsWorker):
             line |= {"prompt_ids": prompt.tolist(), "response_ids": response.tolist()}
             if not mask.all():
                 line["response_mask"] = mask.tolist()
+            if "sequence_starts" in batch.tokens and len(starts := batch.fetch("sequence_starts").row(index)):
+                line["sequence_starts"] = starts.tolist()
             if has_log_probs:
                 line["log_probs"] = np.round(log_probs.row(index).astype(np.float64), 6).tolist()
             lines[index] = json_line(line)

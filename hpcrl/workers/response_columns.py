@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcrl.algorithms.metrics import Metric, Sum
-from hpcrl.batch.data_proto import Columns, DataProto
+from hpcrl.batch.data_proto import NOT_RECORDED, Columns, DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.model.blocks.router import NOT_RECORDED
 from hpcrl.observe.read.archive import read_step
 from hpcrl.observe.record.archive import step_path
+from hpcrl.rollout.environments.turn_handler import turn_columns, turn_metrics
 from hpcrl.rollout.protocol import Request, Trajectory
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpcrl.config.schema import MultiTurnConfig
     from hpcrl.workers.rollout import RolloutWorker
 
 RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
-WRITTEN = (*RECORDED, "routed_experts?", "pictures?", "turn_rewards?", "turn_states?")
+WRITTEN = (*RECORDED, "routed_experts?", "pictures?", "turn_rewards?", "turn_states?", "sequence_starts?")
 
 
 def response_columns(
@@ -60,16 +63,28 @@ def _prefill_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
     }
 
 
-def environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
-    """`turn_rewards` and `turn_states`, on the last token of each turn, and `environment`, its last info of each
-    sample."""
+def conversation_columns(trajectories: Sequence[Trajectory], cfg: MultiTurnConfig) -> DataProto:
+    """`sequence_starts` and counts of turns; of an environment also `turn_rewards` and `turn_states`, on the last
+    tokens of turns, and `environment`, its last info of each sample."""
+    nothing, counts = np.zeros(len(trajectories), np.int64), dict(turn_columns(trajectories))
+    starts = _optional([one.sequence_starts for one in trajectories], np.int32, nothing)
+    found = DataProto({"sequence_starts": starts}, counts, {"metrics": turn_metrics(trajectories)})
+    if not cfg.has_environment:
+        return found
+    lengths = np.array([len(one.token_ids) for one in trajectories])
     columns: Columns = {
-        "turn_rewards": Ragged.from_rows([it.rewards for it in trajectories if it.rewards is not None], np.float32),
-        "turn_states": Ragged.from_rows([it.states for it in trajectories if it.states is not None], np.int32),
+        "turn_rewards": _optional([one.rewards for one in trajectories], np.float32, lengths),
+        "turn_states": _optional([one.states for one in trajectories], np.int32, lengths),
     }
     infos = np.empty(len(trajectories), object)
-    infos[:] = [dict(found.info or {}) for found in trajectories]
-    return DataProto(columns, {"environment": infos}, {})
+    infos[:] = [dict(one.info or {}) for one in trajectories]
+    return found.union(DataProto(columns, {"environment": infos}))
+
+
+def _optional(rows: Sequence[np.ndarray | None], dtype: DTypeLike, lengths: np.ndarray) -> Ragged:
+    """Column of the rows, with as many zeros as in `lengths` for those that are None."""
+    pairs = zip(rows, lengths, strict=True)
+    return Ragged.from_rows([np.zeros(length, dtype) if row is None else row for row, length in pairs], dtype)
 
 
 def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray, width: int) -> Ragged:
@@ -88,7 +103,7 @@ def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, 
     scores: read their scores as well."""
     needs_experts = worker.config.actor.router_replay.mode == "R3"
     names = [*RECORDED, *["token_level_scores"] * scores, *["routed_experts?"] * needs_experts]
-    names += ["turn_rewards?", "turn_states?"]
+    names += ["turn_rewards?", "turn_states?", "sequence_starts?"]
     tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
     if needs_experts and "routed_experts" not in tokens:
         raise InputError(

@@ -22,7 +22,7 @@ from hpcrl.runtime import run_owner
 log = logging.getLogger(__name__)
 
 ARRAYS = {"token_ids": "<i4", "log_probs": "<f4", "mask": "<i4"}
-ACTED = {"prompt_ids": "<i4", "rewards": "<f4", "states": "<i4"}  # of conversations
+ACTED = {"prompt_ids": "<i4", "rewards": "<f4", "states": "<i4", "sequence_starts": "<i4"}  # of conversations
 FINISH_REASONS = ("stop", "length", "error")
 
 

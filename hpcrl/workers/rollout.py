@@ -15,13 +15,14 @@ from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.rollout.engines.engine import engine_of
 from hpcrl.rollout.environments.loop import AgentLoop
-from hpcrl.rollout.environments.turn_handler import turn_columns, turn_metrics, turns_for_scorer
+from hpcrl.rollout.environments.turn_handler import turns_for_scorer
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
 from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures
-from hpcrl.workers.response_columns import WRITTEN, environment_columns, recorded_responses, response_columns
+from hpcrl.workers.response_columns import WRITTEN, conversation_columns, recorded_responses, response_columns
 from hpcrl.workers.response_journal import ResponseJournal
 from hpcrl.workers.response_stream import ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
@@ -111,10 +112,7 @@ class RolloutWorker(Worker):
         trajectories = [done[index] for index in range(len(requests))]
         columns = response_columns(requests, trajectories, self.routed_width * sampling.routed_experts)
         if self.agent is not None:
-            columns.samples |= turn_columns(trajectories)
-            counts |= turn_metrics(trajectories)
-            if self.config.rollout.multi_turn.has_environment:
-                columns = columns.union(environment_columns(trajectories))
+            columns = columns.union(conversation_columns(trajectories, self.config.rollout.multi_turn))
         if self.pictures is not None and shown is not None:
             options = {"has_tools": self.agent is not None, "archives": "weight_version" in batch.meta_info}
             columns = columns.union(self.pictures.drawn(shown, trajectories, **options))
@@ -245,4 +243,9 @@ def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:
     comm = create_group(world.comm, replica) if len(replica) > 1 else None
     log_path = run_directory(config) / "logs" / f"tools_{world.rank:05d}.log"
     options = config.rollout.multi_turn, config.data, team.inputs.tokenizer, comm, str(log_path)
+    if config.async_training.mode == "bounded_staleness" and team.inputs.images is not None:
+        raise InputError(
+            "rollout.multi_turn.enable with a vision-language model does not go with "
+            "async_training.mode=bounded_staleness; use one_step_off"
+        )
     return AgentLoop(*options, team.inputs.images, config.rollout.max_num_seqs)

@@ -67,10 +67,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "environment.path and rollout.multi_turn.interaction_path: an environment has tools of its own; leave one out",
     ),
     ({"rollout": {"multi_turn": TOOLS, "ignore_eos": True}}, "never ends a turn"),
-    (
-        {"rollout": {"multi_turn": TOOLS}, "async_training": {"mode": "bounded_staleness"}},
-        "does not go with async_training.mode=bounded_staleness",
-    ),
     ({"async_training": {"mode": "one_step_off"}}, "rank 0 runs the loop"),
     (
         {

@@ -22,6 +22,7 @@ from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.response_stream import ResponseStream
 from hpcrl.workers.rollout import RolloutWorker
 from tests.mpi.lab import Lab, metrics
+from tests.mpi.test_environments import ENVIRONMENT
 
 pytestmark = pytest.mark.world(4)
 
@@ -191,24 +192,33 @@ def _rows(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "placement", [pytest.param(APART, id="dp2"), pytest.param(TP2, id="tp2", marks=pytest.mark.slow)]
+    ("placement", "acts"),
+    [
+        pytest.param(APART, False, id="dp2"),
+        pytest.param(TP2, False, id="tp2", marks=pytest.mark.slow),
+        pytest.param(TP2, True, id="tp2_environment"),
+        pytest.param(APART, True, id="dp2_environment", marks=pytest.mark.exhaustive),
+    ],
 )
-def test_interrupted_responses_go_on_under_new_weights(world, lab: Lab, monkeypatch, placement: dict[str, Any]) -> None:
-    """Once the first step has its prompts, replicas wait for the refit in the middle of others."""
+def test_interrupted_responses_go_on_under_new_weights(
+    world, lab: Lab, monkeypatch, placement: dict[str, Any], acts: bool
+) -> None:
+    """Once the first step has its prompts, replicas wait for the refit in the middle of others. Environments answer
+    over it."""
     pump, finished = ResponseStream._pump, Counter[int]()
 
     def wait_for_refit(self: ResponseStream) -> None:
         before = set(self._unreported)
         pump(self)
         finished[0] += len(before - set(self._unreported))
-        if self._version == 0 and self._num_running and finished[0] >= 4 // self.worker.layout.dp:
+        if self._version == 0 and self._running and finished[0] >= 4 // self.worker.layout.dp:
             give_up = time.monotonic() + 60
             while not self.worker.context.poll():
                 assert time.monotonic() < give_up
                 time.sleep(0.001)
 
     monkeypatch.setattr(ResponseStream, "_pump", wait_for_refit)
-    name = f"partial_{placement['rollout'].get('tp', 1)}"
+    name = f"partial_{placement['rollout'].get('tp', 1)}_{acts}"
     found = run(
         lab,
         name,
@@ -218,12 +228,36 @@ def test_interrupted_responses_go_on_under_new_weights(world, lab: Lab, monkeypa
         async_training={"staleness_threshold": 4},
         data={"train_batch_size": 4, "max_response_length": 96},
         actor={"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 512, "optim": {"lr": 0.0}},
+        **(acting(lab) if acts else {}),
     )
     spans = np.concatenate([c["weight_version_max"] - c["weight_version_min"] for c in samples(found, 6).values()])
     assert spans.max() > 0
     assert sum(line["fully_async/partial/total_partial_num"] for line in lines(found)) == (spans > 0).sum()
     for line in lines(found):  # weights that never change: what was drawn in parts fits together
         assert line["training/rollout_log_probs_diff_max"] < 1e-4
+    if acts:
+        assert sum(line.get("env/steps", 0) for line in lines(found)) >= 2 * 6 * 4
+        assert max(line.get("training/num_sequences/max", 0) for line in lines(found)) == 2
+
+
+def acting(lab: Lab) -> dict[str, Any]:
+    """Sections of a job with an environment that begins new conversations."""
+    (lab.folder / "e.py").write_text(ENVIRONMENT)
+    environment = {"path": str(lab.folder / "e.py"), "name": "Echo"}
+    return {
+        "rollout": {"multi_turn": {"enable": True, "environment": environment}},
+        "reward": {"custom_reward_function": {"path": None}},
+    }
+
+
+@pytest.mark.slow
+def test_conversations_that_no_refit_interrupts(world, lab: Lab) -> None:
+    """A refit waits for their ends, environments included."""
+    options = {"staleness_threshold": 2, "partial_rollout": False}
+    found = run(lab, "acts_whole", "bounded_staleness", async_training=options, **acting(lab), **RANDOM_LENGTHS)
+    for columns in samples(found, 4).values():
+        assert (columns["weight_version_max"] == columns["weight_version_min"]).all()
+        assert len(columns["uid"]) == 24 and columns["num_turns"].max() > 1
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ci_world(2)
 
 COMPARED = "critic/score/mean", "critic/advantages/max", "actor/grad_norm"
 NAMES = "response_mask", "token_level_scores", "advantages"
-# Random weights end few turns: here every turn may be cut, and is answered.
+# Random weights end few turns: here every turn may be cut, and is answered. The third one begins a new conversation.
 ENVIRONMENT = """
 from hpcrl.api import Environment, Step
 
@@ -35,7 +35,8 @@ class Echo(Environment):
             raise ValueError("a bad move")
         reward = sum(map(ord, turn.text)) % 7 / 7
         done = turn.is_last or self.turns == 3
-        return Step([{"role": "user", "content": "1"}], done, reward, {"acc": reward, "turns": self.turns})
+        info = {"acc": reward, "turns": self.turns}
+        return Step([{"role": "user", "content": "1"}], done, reward, info, new_conversation=self.turns == 2)
 """
 
 
@@ -62,6 +63,8 @@ def test_a_job_with_an_environment(world: Any, lab: Lab, straight: Any, estimato
     whole = straight(f"acts_{estimator}", placement, **keys, trainer=trainer)
     found = metrics(whole)
     assert all(line["env/steps"] > 24 and line["env/errors"] > 0 for line in found.values())
+    for line in found.values():  # a conversation's positions and cache are those of its sequence in training
+        assert line["training/num_sequences/max"] == 2 and line["training/rollout_probs_diff_max"] == 0
     for step in found:
         tokens, samples, _ = read_step(step_path(whole / "rollouts", step), [*NAMES])
         check_samples({name: Ragged(*tokens[name]) for name in NAMES}, samples)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.data_proto import NOT_RECORDED, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.microbatch import make_micro_batches
-from hpcrl.model.blocks.router import NOT_RECORDED, Router
+from hpcrl.model.blocks.router import Router
 from hpcrl.model.build import named_parameters
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE
@@ -180,13 +180,14 @@ def test_the_rollout_engine_tells_where_tokens_went(
     responses = [Response(request, 0, 0) for request in requests]
     for response, part in zip(responses, parts, strict=True):
         response.extend(part, 0)
-    open_ = [response for response in responses if response.finish_reason == "abort"]
-    assert any(len(response.token_ids) for response in open_)
-    more = engine.generate([response.continuation() for response in open_], sampling, seed=0, step=0)
+    open_ = [response for response in responses if response.conversation.finish_reason == "abort"]
+    assert any(response.conversation.num_tokens for response in open_)
+    more = engine.generate([one.conversation.next_request() for one in open_], sampling, seed=0, step=0)
     for response, part in zip(open_, more, strict=True):
         response.extend(part, 0)
 
-    for trajectories in ([Trajectory.from_completion(one) for one in done], [one.trajectory() for one in responses]):
+    ended = [one.conversation.trajectory("length") for one in responses]
+    for trajectories in ([Trajectory.from_completion(one) for one in done], ended):
         batch = response_columns(requests, trajectories)
         expected = trainer.log_probs(batch, max_tokens=200, temperature=1.0, record_routing=True)["routed_experts"]
         found = batch.fetch("routed_experts")

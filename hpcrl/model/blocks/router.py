@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from hpcrl.model.blocks.mixture import MixtureOfExperts, RoutedExperts
 
 
-NOT_RECORDED = -1  # in place of an expert's number: no choice was recorded, the router chooses
-
-
 def route(
     logits: Tensor, block: MixtureOfExperts, bias: Tensor | None = None, replayed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,14 @@ OF_A_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/", "global
 # Metrics of generation and of validation, which a step on recorded samples does not repeat.
 OF_GENERATION = (
     *("val-core/", "val-aux/", "val/", "tools/", "training/num_turns/", "tool_call_counts/", "training/off_policy/"),
-    *("training/filter_groups/", "train/num_gen_batches", "reward/timeouts", "reward/crashes", "reward/errors"),
+    *(
+        "training/num_sequences/",
+        "training/filter_groups/",
+        "train/num_gen_batches",
+        "reward/timeouts",
+        "reward/crashes",
+        "reward/errors",
+    ),
     *("reward/over_limits", "reward/judge/"),
 )
 SET = re.compile(r"(.*/)?(lr|kl_coef|reward_kl_penalty_coeff|epoch|global_step|skipped_updates)")  # not sums of terms

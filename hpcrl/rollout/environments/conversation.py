@@ -58,21 +58,23 @@ class Interaction(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What tools or users say between two turns of the model. token_ids: int32 (n,). pictures: their places count from
-    the first of these tokens."""
+    """What the model reads between two of its turns. token_ids: int32 (n,). pictures: their places count from the first
+    of these tokens. is_prompt: the tokens are the prompt of a new sequence, which the tokens before are not part of."""
 
     token_ids: np.ndarray
     pictures: tuple[ToolPicture, ...] = ()
+    is_prompt: bool = False
 
 
 @dataclass(eq=False)
 class Conversation:
-    """A response in turns. `request` is that of its first turn. Drawn tokens are never decoded and encoded again."""
+    """A response in turns, and in one sequence or several, each of which has a prompt and turns. `request` is that of
+    its first turn. Drawn tokens are never decoded and encoded again. A turn may be drawn in parts."""
 
     request: Request
     num_turns: int = 0  # of the model
     num_tokens: int = 0  # of the response so far
-    finish_reason: FinishReason | None = None  # of the latest turn
+    finish_reason: FinishReason | None = None  # of the latest turn; "abort": it continues
     _pictures: list[ToolPicture] = field(default_factory=list)
     _encoded: list[PromptPicture] = field(default_factory=list)  # the same
     _routed_experts: np.ndarray | None = None
@@ -81,14 +83,30 @@ class Conversation:
     _log_probs: list[np.ndarray] = field(default_factory=list)
     _masks: list[np.ndarray] = field(default_factory=list)
     _rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # with states, by place of the token
+    _starts: list[int] = field(default_factory=list)  # of sequences after the first, by place of the token
+    _prompt_end: int = 0  # of the latest sequence's prompt in the response
+    _turn_start: int = 0  # of the latest turn
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Tokens that the model had read before its latest turn, and those of the turn."""
+        num_drawn, start = len(self._token_ids[-1]), self._starts[-1] if self._starts else -len(self.request.prompt_ids)
+        return self.num_tokens - start - num_drawn, num_drawn
 
     def add_turn(self, done: Completion) -> None:
-        """Append tokens that the model wrote."""
+        """Append tokens that the model wrote: a turn, or a part of one."""
+        if self.finish_reason != "abort":
+            self._turn_start = self.num_tokens
         self._add(done.token_ids, done.log_probs, 1)
-        self._routed_experts = merge_routed_experts(self._routed_experts, done.routed_experts)
+        before = len(self.request.prompt_ids) + self._starts[-1] if self._starts else 0
+        self._routed_experts = merge_routed_experts(self._routed_experts, done.routed_experts, before)
         self._prefill = self._prefill.plus(done.prefill)
         self.finish_reason = done.finish_reason
-        self.num_turns += 1
+        self.num_turns += done.finish_reason != "abort"
+
+    def turn_ids(self) -> np.ndarray:
+        """Return the tokens of the latest turn, int32 (n,)."""
+        return self._tokens()[self._turn_start :]
 
     def add_reward(self, reward: float, state: int) -> None:
         """Put the reward of the latest turn, and the number of the state before it, on its last token."""
@@ -102,18 +120,29 @@ class Conversation:
             place = picture.place._replace(start=first + picture.place.start)
             self._pictures.append(replace(picture, place=place))
             self._encoded.append(PromptPicture(picture.key, place, its_features))
+        if answer.is_prompt:
+            self._starts.append(self.num_tokens)
         self._add(answer.token_ids, np.zeros(len(answer.token_ids), np.float32), 0)
+        if answer.is_prompt:
+            self._prompt_end = self.num_tokens
+
+    def context_ids(self) -> np.ndarray:
+        """Return the tokens of the latest sequence, int32 (n,)."""
+        request = self.next_request()
+        return np.concatenate([request.prompt_ids, request.prefix_ids])
 
     def next_request(self) -> Request:
         """Return the request for the model's next turn."""
-        prefix, pictures = np.concatenate(self._token_ids), (*self.request.pictures, *self._encoded)
-        return replace(self.request, prefix_ids=prefix, pictures=pictures)
+        tokens, pictures = self._tokens(), (*self.request.pictures, *self._encoded)
+        prompt = tokens[self._starts[-1] : self._prompt_end] if self._starts else self.request.prompt_ids
+        prefix, before = tokens[self._prompt_end :], self._prompt_end
+        return replace(self.request, prompt_ids=prompt, prefix_ids=prefix, pictures=pictures, num_before=before)
 
     def trajectory(
         self,
         finish_reason: FinishReason,
-        num_tool_calls: int,
-        turn_scores: tuple[float, ...],
+        num_tool_calls: int = 0,
+        turn_scores: tuple[float, ...] = (),
         info: Mapping[str, float | str] | None = None,
     ) -> Trajectory:
         """Return the whole. One that failed has no token that counts, and a token of its prompt if it has no other.
@@ -121,12 +150,13 @@ class Conversation:
         if not self.num_tokens:
             self._add(np.asarray(self.request.prompt_ids[-1:], np.int32), np.zeros(1, np.float32), 0)
         has_failed = finish_reason == "error"
-        rewards, states = np.zeros(self.num_tokens, np.float32), np.zeros(self.num_tokens, np.int32)
-        acts = info is not None
-        for place, (reward, state) in ({} if has_failed else self._rewards).items():
-            rewards[place], states[place] = reward, state
+        rewards = states = None
+        if self._rewards and not has_failed:
+            rewards, states = np.zeros(self.num_tokens, np.float32), np.zeros(self.num_tokens, np.int32)
+            for place, (reward, state) in self._rewards.items():
+                rewards[place], states[place] = reward, state
         return Trajectory(
-            np.concatenate(self._token_ids),
+            self._tokens(),
             np.concatenate(self._log_probs) * np.float32(not has_failed),
             np.concatenate(self._masks) * np.int32(not has_failed),
             finish_reason,
@@ -135,12 +165,16 @@ class Conversation:
             turn_scores,
             self._routed_experts,
             tuple(self._pictures),
-            self.request.prompt_ids if acts else None,
-            rewards if acts else None,
-            states if acts else None,
+            self.request.prompt_ids if info is not None else None,
+            rewards,
+            states,
             info,
             self._prefill,
+            np.array(self._starts, np.int32) + np.int32(len(self.request.prompt_ids)) if self._starts else None,
         )
+
+    def _tokens(self) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int32), *self._token_ids])
 
     def _add(self, token_ids: np.ndarray, log_probs: np.ndarray, mask: int) -> None:
         self._token_ids.append(token_ids)
@@ -155,7 +189,7 @@ Message = dict[str, Any]
 
 MODEL_TURN_MARK = "hpcrl.turn.of.the.model"  # placeholder of the model's text, which is never rendered nor tokenised
 PROBE = "hpcrl.answer"
-TEXTS = ("content", "name", "tool_call_id")  # of a message
+TEXTS = ("content", "name", "tool_call_id", "reasoning_content", "tool_calls")  # of a message, or with texts in them
 TOOL_WRAPPING = "<tool_response>\n{}\n</tool_response>"
 
 
@@ -195,9 +229,7 @@ class TurnTemplate:
     def answer(self, messages: Sequence[Message], end: int | None = None) -> Answer:
         """Return the tokens of messages of tools and users, and of the prompt of the model's next turn. end: the token
         that ended its latest turn; None: the one that the template writes."""
-        texts = self.cleaned(messages)
-        if not self._has_tool_role:
-            texts = [self._as_user(message) for message in texts]
+        texts = self.prepared(messages)
         if self._template is None:
             image = "" if self._reader is None else self._reader.spelled["image"]
             lines = "".join(f"\n{image * len(message.get('images', ()))}{message['content']}" for message in texts)
@@ -216,9 +248,17 @@ class TurnTemplate:
             return text
         return str(self._tokenizer.decode(truncate(ids, limit, CUT_SIDE[side]), clean_up_tokenization_spaces=False))
 
-    def cleaned(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with clean texts."""
-        return [message | {key: self.clean(message[key]) for key in TEXTS if key in message} for message in messages]
+    def prepared(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with clean texts, and with roles that the template has."""
+        found = [
+            message | {key: self._cleaned(message[key]) for key in TEXTS if key in message} for message in messages
+        ]
+        return found if self._has_tool_role else [self._as_user(message) for message in found]
+
+    def spells(self, token_ids: np.ndarray, other: np.ndarray) -> bool:
+        """Whether two sequences of tokens are the same text."""
+        texts = [self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (token_ids, other)]
+        return texts[0] == texts[1]
 
     def clean(self, text: str) -> str:
         """Remove special tokens and characters outside the alphabet."""
@@ -228,6 +268,14 @@ class TurnTemplate:
             for token in self._specials:
                 text = text.replace(token, "")
         return text
+
+    def _cleaned(self, value: Any) -> Any:
+        """A text, or JSON values with texts."""
+        if isinstance(value, dict):
+            return {self._cleaned(key): self._cleaned(it) for key, it in value.items()}
+        if isinstance(value, list):
+            return [self._cleaned(it) for it in value]
+        return self.clean(value) if isinstance(value, str) else value
 
     def _with_pictures(self, ids: Sequence[int], pictures: Sequence[bytes]) -> Answer:
         """Give the placeholders among the tokens as many tokens as their pictures, a PNG each, need."""

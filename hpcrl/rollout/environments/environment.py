@@ -16,22 +16,32 @@ Schema: TypeAlias = dict[str, Any]  # of a tool, in OpenAI's format
 
 class Turn(NamedTuple):
     """What the model wrote. text: without its end-of-sequence token. calls: tool calls in it, if there are tools.
-    is_last: the response ends here, whatever the answer, because it may have no more tokens or turns."""
+    is_last: the response ends here, whatever the answer, because it may have no more tokens or turns. num_read,
+    num_drawn: tokens that the model had read before it wrote the turn, and those of the turn."""
 
     text: str
     calls: Sequence[Call] = ()
     is_last: bool = False
+    num_read: int = 0
+    num_drawn: int = 0
 
 
 class Step(NamedTuple):
     """The answer to a turn. messages: what the model reads next; without any, and if they do not fit into the response,
     the trajectory ends. done: it ends. reward: of this turn, on its last token; None: 0. info: numbers and texts; those
-    of the last step stay with the sample, and its `acc` is the sample's accuracy."""
+    of the last step stay with the sample, and its `acc` is the sample's accuracy.
+
+    new_conversation: the messages are the whole prompt of a new conversation of the same trajectory, in place of what
+    the model has read so far. They may have the role "assistant", with "reasoning_content" and "tool_calls" too. tools:
+    schemas of the new conversation; None: those of the conversation before.
+    """
 
     messages: Sequence[Message] = ()
     done: bool = False
     reward: float | None = None
     info: Mapping[str, float | str] = {}
+    new_conversation: bool = False
+    tools: Sequence[Schema] | None = None
 
 
 class Environment:
@@ -59,9 +69,10 @@ class Environment:
 
     def reset(
         self, record: dict[str, Any], seed: int
-    ) -> Sequence[Message] | tuple[Sequence[Message], Sequence[Schema]]:
+    ) -> Sequence[Message] | tuple[Sequence[Message], Sequence[Schema]] | Step:
         """Begin a trajectory. Return messages to append to the prompt of the data's row, if any; with a second value,
-        the schemas of the tools, in place of those of the methods.
+        the schemas of the tools, in place of those of the methods. Or return a Step with messages and tools, which with
+        `new_conversation` take the place of the row's prompt.
 
         record: data_source, ground_truth, extra_info, ability and prompt of the row. seed: of 31 bits, the same for all
         samples of a prompt.

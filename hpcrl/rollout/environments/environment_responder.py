@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcrl.algorithms.metrics import Metric
-from hpcrl.rollout.environments.environment import Message, Schema, Turn
+from hpcrl.rollout.environments.environment import Turn
 from hpcrl.rollout.environments.environment_worker import EnvironmentSource, Started, Stepped
 from hpcrl.rollout.environments.tally import Tally
 from hpcrl.rollout.environments.tools import Parser, parsed
-from hpcrl.rollout.environments.turn_handler import Dialog, Info, Record, Reply
+from hpcrl.rollout.environments.turn_handler import Dialog, Info, PromptOf, Reply
 from hpcrl.rollout.protocol import Request
 from hpcrl.runtime.exits import InputError, folded
 from hpcrl.sandbox.forked_children import FIRST, LAST, ChildLimits
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 LATE_SECONDS = 120.0  # after which the process that enforces the timeouts is replaced, and all environments end
 COUNTS = ("steps", "timeouts", "crashes", "errors")
-
-PromptOf = Callable[[Record, Sequence[Message], "Sequence[Schema] | None"], np.ndarray]
 
 
 def environment_pool(cfg: EnvironmentConfig, most: int, log_path: str | None) -> ProcessPool:
@@ -45,7 +43,7 @@ def environment_pool(cfg: EnvironmentConfig, most: int, log_path: str | None) ->
 @dataclass(eq=False)
 class EnvironmentResponder:
     """`pool` is an `environment_pool`, in which keys of environments come from `keys`, which does not repeat itself. At
-    most `most` are open. prompt_of: tokens of a row's prompt with messages and tools. seed: of the job.
+    most `most` are open. prompt_of: as in `TurnHandler`, of a first prompt, whose tokens are limited. seed: of the job.
 
     A conversation whose environment fails has failed, and its info has the reason.
     """
@@ -61,7 +59,6 @@ class EnvironmentResponder:
     tally: Tally = field(init=False)
     _unopened: deque[tuple[int, Request, Dialog]] = field(default_factory=deque, init=False)
     _open: dict[int, int] = field(default_factory=dict, init=False)  # conversation -> key
-    _with_tools: set[int] = field(default_factory=set, init=False)
     _asked: dict[int, tuple[int, Request | None, Dialog]] = field(default_factory=dict, init=False)  # by conversation
     _closing: list[int] = field(default_factory=list, init=False)  # numbers of requests
 
@@ -73,9 +70,9 @@ class EnvironmentResponder:
         self._open_more()
 
     def begin(self, number: int, dialog: Dialog, text: str) -> bool:
-        calls = parsed(self.parser, text, self.cfg.max_parallel_calls) if number in self._with_tools else []
+        calls = parsed(self.parser, text, self.cfg.max_parallel_calls) if dialog.tools else []
         dialog.num_tool_calls += len(calls)
-        turn = Turn(text, calls, is_last=dialog.over is not None)
+        turn = Turn(text, calls, dialog.over is not None, *dialog.conversation.usage)
         self._ask(number, {"turn": turn}, None, dialog)
         return True
 
@@ -100,7 +97,6 @@ class EnvironmentResponder:
                 self.tally.note(name, value)
         if (asked := self._asked.pop(number, None)) is not None:
             self._closing.append(asked[0])
-        self._with_tools.discard(number)
         if (key := self._open.pop(number, None)) is not None:
             self._closing.append(self.pool.submit({"key": key, LAST: True}))
         self._open_more()
@@ -132,14 +128,14 @@ class EnvironmentResponder:
 
     def _prompt(self, number: int, started: Started, request: Request, dialog: Dialog) -> Reply | np.ndarray:
         """The tokens of the first prompt."""
-        if started.tools:
-            self._with_tools.add(number)
         dialog.messages += started.messages
-        dialog.state = started.state
+        dialog.state, dialog.tools = started.state, started.tools
+        if started.is_prompt:
+            dialog.record = {**dialog.record, "prompt": []}
         if not started.messages and started.tools is None:
             return np.asarray(request.prompt_ids, np.int32)
         try:
-            return self.prompt_of(dialog.record, started.messages, started.tools)
+            return self.prompt_of(dialog.prompt, started.messages, started.tools)
         except InputError as error:
             return self._failed("errors", folded(error))
 
@@ -148,7 +144,8 @@ class EnvironmentResponder:
         step = stepped.step
         self.tally.counts["steps"] += 1
         self.tally.note("reward_per_turn", step.reward or 0.0)
-        return Reply(step.messages, step.done, step.reward or 0.0, info=step.info, state=stepped.state)
+        started = step.new_conversation, step.tools
+        return Reply(step.messages, step.done, step.reward or 0.0, False, step.info, stepped.state, *started)
 
     def _failed(self, fate: str, why: str) -> Reply:
         topic = EnvironmentSource.topic

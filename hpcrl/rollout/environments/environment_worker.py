@@ -20,19 +20,23 @@ from hpcrl.sandbox.worker import Outcome, Ready, describe, use_one_thread
 
 ROLES = ("user", "tool", "system")
 MAX_MESSAGES = 64  # of one step
+MAX_PROMPT = 1024, 2**20  # messages of a new conversation, and their characters
 MAX_INFO = 64  # entries
 MAX_TEXT = 4096  # characters of a name
+NAMES = {"name": MAX_TEXT, "tool_call_id": MAX_TEXT, "reasoning_content": MAX_PROMPT[1]}  # further texts of a message
 MAX_SCHEMAS = 2**20  # characters of the schemas of tools, as JSON
 MAX_REWARD = 1e30  # of one turn; a sum of them stays finite
 MORE_PROCESSES = 1024  # of the process that forks, beyond those that its children may have
 
 
 class Started(NamedTuple):
-    """What `reset` returned. tools: schemas; None: those of the row's prompt. state: see `Stepped`."""
+    """What `reset` returned. tools: schemas; None: those of the row's prompt. state: see `Stepped`. is_prompt: the
+    messages take the place of the row's prompt."""
 
     messages: list[Message]
     tools: list[Schema] | None
     state: int
+    is_prompt: bool = False
 
 
 class Stepped(NamedTuple):
@@ -106,16 +110,15 @@ class Served:
     def _start(self, environment: Environment, record: dict[str, Any], seed: int) -> Started:
         environment.record = record
         found: Any = environment.reset(record, seed)
-        messages, tools = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        is_prompt = isinstance(found, Step) and found.new_conversation
+        if isinstance(found, Step):
+            messages, tools = found.messages, found.tools
+        else:
+            messages, tools = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if tools is None:
             tools = [tool.schema for tool in environment.tools.values()] or None
-        elif not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise TypeError(f"reset returned tools of type {type(tools).__name__}; expected a list of schemas")
-        schemas = json.dumps(tools)
-        if len(schemas) > MAX_SCHEMAS:
-            raise ValueError(f"reset returned schemas of {len(schemas)} characters; expected at most {MAX_SCHEMAS}")
-        found = checked_messages(messages, "reset")
-        return Started(found, json.loads(schemas), self._state(environment, found))
+        found = checked_prompt(messages) if is_prompt else checked_messages(messages, "reset")
+        return Started(found, checked_tools(tools, "reset"), self._state(environment, found), is_prompt)
 
     @staticmethod
     def _state(environment: Environment, messages: Sequence[Message]) -> int:
@@ -134,24 +137,58 @@ def checked(step: Any) -> Step:
     if reward is not None and not abs(reward) <= MAX_REWARD:
         raise ValueError(f"the reward is {reward}; expected a finite number, or None")
     info = {str(key)[:MAX_TEXT]: number_or_text(value) for key, value in list(dict(step.info).items())[:MAX_INFO]}
-    return Step(checked_messages(step.messages, "step"), bool(step.done), reward, info)
+    if step.tools is not None and not step.new_conversation:
+        raise ValueError("step returned tools without new_conversation; expected tools with the prompt that has them")
+    messages = checked_prompt(step.messages) if step.new_conversation else checked_messages(step.messages, "step")
+    tools = checked_tools(step.tools, "step")
+    return Step(messages, bool(step.done), reward, info, bool(step.new_conversation), tools)
+
+
+def checked_tools(tools: Any, what: str) -> list[Schema] | None:
+    """Return the schemas as JSON values. Raises TypeError for what is no list of schemas, ValueError for a long one."""
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise TypeError(f"{what} returned tools of type {type(tools).__name__}; expected a list of schemas")
+    schemas = json.dumps(tools)
+    if len(schemas) > MAX_SCHEMAS:
+        raise ValueError(f"{what} returned schemas of {len(schemas)} characters; expected at most {MAX_SCHEMAS}")
+    found: list[Schema] | None = json.loads(schemas)
+    return found
 
 
 def checked_messages(messages: Any, what: str) -> list[Message]:
     """Return the messages with bounded texts. Raises TypeError for what is no list of messages."""
+    found = [_message(it, what, ROLES) for it in _list_of(messages, what)[:MAX_MESSAGES]]
+    return [it | {"content": bounded(it["content"], MAX_CHARACTERS // len(found))} for it in found]
+
+
+def checked_prompt(messages: Any) -> list[Message]:
+    """Return the messages of a new conversation. Raises TypeError for what is none, and ValueError for a long one."""
+    found = [_message(it, "step", (*ROLES, "assistant")) for it in _list_of(messages, "step")[: MAX_PROMPT[0] + 1]]
+    size = len(found), sum(len(str(message)) for message in found)
+    if size > MAX_PROMPT or size[1] > MAX_PROMPT[1]:
+        raise ValueError(
+            f"step returned a new conversation of {size[0]} messages and {size[1]} characters; expected at most "
+            f"{MAX_PROMPT[0]} and {MAX_PROMPT[1]}"
+        )
+    return found
+
+
+def _list_of(messages: Any, what: str) -> Sequence[Any]:
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise TypeError(f"{what} returned messages of type {type(messages).__name__}; expected a list of messages")
-    found: list[Message] = []
-    messages = messages[:MAX_MESSAGES]
-    for message in messages:
-        role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ROLES or not isinstance(message.get("content"), str):
-            raise TypeError(
-                f"{what} returned the message {str(message)[:80]}; expected {{'role': {' or '.join(ROLES)}, "
-                "'content': text}"
-            )
-        names = {key: str(message[key])[:MAX_TEXT] for key in ("name", "tool_call_id") if key in message}
-        # Values of exact types: the rank has not loaded the classes of the user's file.
-        content = bounded("".join((message["content"],)), MAX_CHARACTERS // len(messages))
-        found.append({"role": ROLES[ROLES.index(role)], "content": content, **names})
-    return found
+    return messages
+
+
+def _message(message: Any, what: str, roles: Sequence[str]) -> Message:
+    """A message with values of exact types: the rank has not loaded the classes of the user's file."""
+    given = message if isinstance(message, Mapping) else {}
+    role, calls = given.get("role"), given.get("tool_calls") if given.get("role") == "assistant" else None
+    content = given.get("content") if calls is None else given.get("content") or ""
+    if role not in roles or not isinstance(content, str):
+        raise TypeError(
+            f"{what} returned the message {str(message)[:80]}; expected {{'role': {' or '.join(roles)}, "
+            "'content': text}"
+        )
+    found = {"role": roles[roles.index(role)], "content": "".join((content,))}
+    found |= {key: str(given[key])[:most] for key, most in NAMES.items() if given.get(key) is not None}
+    return found | ({} if calls is None else {"tool_calls": json.loads(json.dumps(calls))})

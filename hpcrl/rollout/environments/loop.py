@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from hpcrl.rollout.environments.environment_responder import EnvironmentResponde
 from hpcrl.rollout.environments.tool_responder import ToolResponder
 from hpcrl.rollout.environments.tool_worker import AgentSource
 from hpcrl.rollout.environments.tools import PARSERS, tool_schemas
-from hpcrl.rollout.environments.turn_handler import Record, Responder, TurnHandler, TurnResult
+from hpcrl.rollout.environments.turn_handler import Responder, TurnHandler, TurnResult
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, ToolPicture, Trajectory
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import broadcast_object, wait_until
@@ -72,7 +72,7 @@ class TurnSource:
         conversation.add_turn(done)
         self._num_waiting += 1
         if self.handler is not None:
-            self.handler.add_turn(number, done.token_ids)
+            self.handler.add_turn(number)
 
     def take(self, idle: bool) -> Sequence[Request] | None:
         requests: list[Request] = []
@@ -92,16 +92,12 @@ class TurnSource:
         """Return the request for the conversation's next turn, if there is one. Takes the features of its pictures."""
         self._num_waiting -= 1
         number, conversation = result.conversation, self.conversations[result.conversation]
-        if result.prompt_ids is not None:
-            conversation.request = replace(conversation.request, prompt_ids=result.prompt_ids)
+        pictures = () if result.answer is None else result.answer.pictures
+        request = result.next_request(conversation, [next(features) for _ in pictures])
+        if request is not None:
             self._conversation_of.append(number)
-            return [conversation.request]
-        if result.answer is not None:
-            conversation.add_answer(result.answer, [next(features) for _ in result.answer.pictures])
-            self._conversation_of.append(number)
-            return [conversation.next_request()]
-        done = conversation.trajectory(result.finish_reason, result.num_tool_calls, result.turn_scores, result.info)
-        self.trajectories[number] = done
+            return [request]
+        self.trajectories[number] = done = result.trajectory(conversation)
         if self.on_finished is not None:
             self.on_finished(number, done)
         return []
@@ -160,8 +156,8 @@ class AgentLoop:
         self._warned: Counter[str] = Counter()
         if self._comm is not None and self._comm.rank > 0:
             return
-        if cfg.function_tool_path is not None:
-            tool_schemas(cfg.function_tool_path)  # the file may register a parser
+        # The file may register a parser.
+        self._schemas = None if cfg.function_tool_path is None else tool_schemas(cfg.function_tool_path)
         self._parser = PARSERS.get(cfg.format)
         self._keys = itertools.count()
         self._max_open = cfg.environment.max_open or max_open
@@ -172,8 +168,13 @@ class AgentLoop:
                     "vision-language model; use tools (rollout.multi_turn.function_tool_path)"
                 )
             self._template = TurnTemplate(tokenizer, data)
-            self._pool = environment_pool(cfg.environment, self._max_open, log_path)
+            # Of two generations at once: a validation runs while a stream's conversations wait.
+            self._pool = environment_pool(cfg.environment, 2 * self._max_open, log_path)
             return
+        if images is not None and cfg.template_history:
+            raise InputError(
+                "rollout.multi_turn.template_history=true does not go with a vision-language model; leave it out"
+            )
         reader = None if images is None else MediaReader(images, tokenizer, data)
         self._template = TurnTemplate(tokenizer, data, reader)
         limit = 0 if images is None else data.max_image_pixels
@@ -201,14 +202,12 @@ class AgentLoop:
         `on_finished(index of the request, trajectory)` and `on_step()` must not wait. `encode` is called with the
         pictures that tools return, by all ranks of the replica together.
         """
-        conversations, handler, metrics = [Conversation(request) for request in requests], None, dict[str, Metric]()
-        starts = self._cfg.environment.path is None
-        if self._pool is not None:
-            responder = self._responder(self._pool, seed)
-            text_of = partial(self._text, eos_token_ids=sampling.eos_token_ids)
-            handler = TurnHandler(self._cfg, responder, self._template, text_of, sampling.max_new_tokens)
+        conversations, metrics = [Conversation(request) for request in requests], dict[str, Metric]()
+        handler = self.handler(sampling, seed)
+        if handler is not None:
             for number, conversation in enumerate(conversations):
                 handler.open(number, conversation, {} if records is None else records[number])
+        starts = not self.makes_prompts
         source = TurnSource(conversations, starts, handler, self._comm, on_finished, on_step, encode)
         first = requests if starts else []
         try:
@@ -223,6 +222,19 @@ class AgentLoop:
             metrics = handler.responder.metrics() | waited
         return [source.trajectories[number] for number in range(len(requests))], metrics
 
+    @property
+    def makes_prompts(self) -> bool:
+        """Whether conversations wait for a prompt before their first turn."""
+        return self._cfg.environment.path is not None
+
+    def handler(self, sampling: SamplingParams, seed: int) -> TurnHandler | None:
+        """What answers the model's turns, on the leader; None on other ranks."""
+        if self._pool is None:
+            return None
+        text_of = partial(self._text, eos_token_ids=sampling.eos_token_ids)
+        made = self._template, text_of, sampling.max_new_tokens, self._prompt_of
+        return TurnHandler(self._cfg, self._responder(self._pool, seed), *made)
+
     def close(self) -> None:
         """End the tool processes. May be called twice."""
         if self._pool is not None:
@@ -230,19 +242,28 @@ class AgentLoop:
 
     def _responder(self, pool: ProcessPool, seed: int) -> Responder:
         """What answers the model in one generation."""
-        if self._cfg.environment.path is None:
-            return ToolResponder(self._cfg, pool, self._parser, self._warned)
-        fixed = pool, self._keys, self._max_open, self._parser, self._prompt_of, seed, self._warned
+        if not self.makes_prompts:
+            return ToolResponder(self._cfg, pool, self._parser, self._warned, self._schemas)
+        prompt_of = partial(self._prompt_of, limit=self._data.max_prompt_length)
+        fixed = pool, self._keys, self._max_open, self._parser, prompt_of, seed, self._warned
         return EnvironmentResponder(self._cfg, *fixed)
 
-    def _prompt_of(self, record: Record, messages: Sequence[Message], tools: Sequence[Schema] | None) -> np.ndarray:
-        """The tokens of a row's prompt with an environment's messages and tools."""
-        prompt, cleaned = record["prompt"], self._template.cleaned(messages)
+    def _prompt_of(
+        self,
+        prompt: str | list[Any],
+        messages: Sequence[Message],
+        tools: Sequence[Schema] | None,
+        limit: int | None = None,
+    ) -> np.ndarray:
+        """The tokens of a row's prompt, which is empty in a new conversation, with further messages and with tools; of
+        any number without a limit."""
+        prepared = self._template.prepared(messages)
         if isinstance(prompt, str):
-            prompt += self._template.clean("".join(f"\n{message['content']}" for message in cleaned))
+            before, after = (f"{prompt}\n", "") if prompt else ("", "\n")
+            prompt = before + self._template.clean("\n".join(message["content"] for message in prepared)) + after
         else:
-            prompt = [*(messages_of(prompt) or ()), *cleaned]
-        return prompt_ids(self._tokenizer, self._data, prompt, tools)
+            prompt = [*(messages_of(prompt) or ()), *prepared]
+        return prompt_ids(self._tokenizer, self._data, prompt, tools, limit)
 
     def _text(self, turn: np.ndarray, eos_token_ids: tuple[int, ...]) -> str:
         """Decode a turn without its end-of-sequence token; other special tokens stay visible."""

@@ -16,8 +16,8 @@ MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of
 
 @dataclass
 class Tally:
-    """Of one generation. section: of metrics. names: counts that are metrics also if they are 0. warned: failures by
-    kind, those of earlier generations too."""
+    """section: of metrics. names: counts that are metrics also if they are 0. warned: failures by kind, also of earlier
+    generations."""
 
     section: str
     names: Sequence[str]
@@ -37,7 +37,10 @@ class Tally:
             log.warning("%s", line)
 
     def metrics(self) -> dict[str, Metric]:
+        """Return the counts and means since the last call."""
         found: dict[str, Metric] = {f"{self.section}/{name}": Sum(float(self.counts[name])) for name in self.names}
         for name, values in self._values.items():
             found[f"{self.section}/{name}/mean"] = Mean(sum(values), float(len(values)))
+        self.counts.clear()
+        self._values.clear()
         return found

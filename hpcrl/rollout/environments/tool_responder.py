@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.algorithms.metrics import Metric
 from hpcrl.rollout.environments.conversation import Message
+from hpcrl.rollout.environments.environment import Schema
 from hpcrl.rollout.environments.tally import Tally
 from hpcrl.rollout.environments.tool_worker import ToolAnswer
 from hpcrl.rollout.environments.tools import BadCall, Call, Parser, parsed
@@ -37,6 +38,7 @@ class _Pending:
 @dataclass(eq=False)
 class ToolResponder:
     """`pool` runs an AgentSource. The answer of a failed call is its error; a failed user ends the conversation.
+    schemas: of the tools.
 
     tally: all tool calls, those that timed out, crashed, raised, or reached no tool, and failed users.
     """
@@ -45,6 +47,7 @@ class ToolResponder:
     pool: ProcessPool
     parser: Parser
     warned: InitVar[Counter[str]]
+    schemas: Sequence[Schema] | None = None
     tally: Tally = field(init=False)
     _states: dict[int, str] = field(default_factory=dict, init=False)  # of the simulated user, JSON
     _pending: dict[int, _Pending] = field(default_factory=dict, init=False)  # in order
@@ -53,7 +56,7 @@ class ToolResponder:
         self.tally = Tally("tools", COUNTS, warned)
 
     def open(self, number: int, request: Request, dialog: Dialog) -> None:
-        pass
+        dialog.tools = self.schemas
 
     def begin(self, number: int, dialog: Dialog, text: str) -> bool:
         """Start the tool calls of the turn, or the user's."""
@@ -96,7 +99,7 @@ class ToolResponder:
         raise error
 
     def metrics(self) -> dict[str, Metric]:
-        """Counts of calls, and the tools' own metrics."""
+        """Return counts of calls, and the tools' own metrics, since the last call."""
         return self.tally.metrics()
 
     def _calls(self, text: str) -> Sequence[Call]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
 from hpcrl.rollout.environments.conversation import Answer, Conversation, Message, TurnTemplate
+from hpcrl.rollout.environments.environment import Schema
 from hpcrl.rollout.protocol import FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpcrl.config.schema import MultiTurnConfig
 
 Record = Mapping[str, Any]
 Info = Mapping[str, "float | str"]
+PromptOf = Callable[[str | list[Any], Sequence[Message], "Sequence[Schema] | None"], np.ndarray]
 
 
 class TurnResult(NamedTuple):
@@ -31,11 +35,26 @@ class TurnResult(NamedTuple):
     prompt_ids: np.ndarray | None = None
     info: Info | None = None  # of an environment
 
+    def next_request(self, conversation: Conversation, features: Sequence[Tensor] = ()) -> Request | None:
+        """Append the answer, and return the request for the conversation's next turn; None if it has ended. features:
+        as in `add_answer`."""
+        if self.prompt_ids is not None:
+            conversation.request = replace(conversation.request, prompt_ids=self.prompt_ids)
+        elif self.answer is not None:
+            conversation.add_answer(self.answer, features)
+        else:
+            return None
+        return conversation.next_request()
+
+    def trajectory(self, conversation: Conversation) -> Trajectory:
+        """Return the conversation that has ended."""
+        return conversation.trajectory(self.finish_reason, self.num_tool_calls, self.turn_scores, self.info)
+
 
 class Reply(NamedTuple):
     """An answer to a turn; without messages it is the last. reward: of the turn. failed: nothing could answer, and the
     sample does not count. info: of an environment; of one that failed, its `error`. state: a number of it before the
-    next turn."""
+    next turn. new_conversation, tools: as in `Step`."""
 
     messages: Sequence[Message] = ()
     ends: bool = False
@@ -43,12 +62,15 @@ class Reply(NamedTuple):
     failed: bool = False
     info: Info | None = None
     state: int = 0
+    new_conversation: bool = False
+    tools: Sequence[Schema] | None = None
 
 
 @dataclass
 class Dialog:
     """State of a conversation on the leader. turn_end: the last token of the latest turn. over: why that turn is the
-    last, if it is."""
+    last, if it is. messages: those that the model has read after the prompt of the row; with `is_new`, in its place.
+    tools: schemas in its prompt, if they are not those of the row."""
 
     record: Record
     conversation: Conversation
@@ -60,6 +82,14 @@ class Dialog:
     turn_scores: list[float] = field(default_factory=list)
     info: Info | None = None
     state: int = 0  # before the latest turn
+    tools: Sequence[Schema] | None = None
+    is_new: bool = False
+
+    @property
+    def prompt(self) -> str | list[Any]:
+        """What comes before the messages."""
+        prompt: str | list[Any] = self.record["prompt"]
+        return type(prompt)() if self.is_new else prompt
 
 
 class Responder(Protocol):
@@ -84,18 +114,22 @@ class Responder(Protocol):
         """Fail because the template does not render what was answered, or raise."""
 
     def metrics(self) -> dict[str, Metric]:
-        """Counts of what was answered."""
+        """Return counts of what was answered since the last call."""
 
 
 @dataclass(eq=False)
 class TurnHandler:
-    """Turns of one generation, answered by `responder`. A response has at most `max_tokens`, answers included."""
+    """Turns of one generation, answered by `responder`. A response has at most `max_tokens`, answers included.
+
+    prompt_of: tokens of a prompt from that of a row, further messages, and schemas of tools.
+    """
 
     cfg: MultiTurnConfig
     responder: Responder
     template: TurnTemplate
     text_of: Callable[[np.ndarray], str]
     max_tokens: int
+    prompt_of: PromptOf
     _dialogs: dict[int, Dialog] = field(default_factory=dict, init=False)
     _results: list[TurnResult] = field(default_factory=list, init=False)
 
@@ -104,9 +138,10 @@ class TurnHandler:
         dialog = self._dialogs[number] = Dialog(record, conversation)
         self.responder.open(number, conversation.request, dialog)
 
-    def add_turn(self, number: int, turn: np.ndarray) -> None:
-        """Handle the end of a model's turn. Does not wait."""
+    def add_turn(self, number: int) -> None:
+        """Handle the end of a model's turn, which the conversation has. Does not wait."""
         dialog = self._dialogs[number]
+        turn = dialog.conversation.turn_ids()
         text = self.text_of(turn)
         dialog.messages.append({"role": "assistant", "content": text})
         dialog.turn_end = int(turn[-1]) if len(turn) else None
@@ -146,16 +181,16 @@ class TurnHandler:
         elif reply.ends or not reply.messages or dialog.over is not None:
             self._end(number, "stop" if reply.ends else dialog.over or "stop")
         else:
-            self._answer(number, dialog, reply.messages)
+            self._answer(number, dialog, reply)
 
-    def _answer(self, number: int, dialog: Dialog, messages: Sequence[Message]) -> None:
+    def _answer(self, number: int, dialog: Dialog, reply: Reply) -> None:
         limit, side = self.cfg.max_tool_response_length, self.cfg.tool_response_truncate_side
         shortened = [
             it | {"content": self.template.shortened(it["content"], limit, side)} if it["role"] == "tool" else it
-            for it in messages
+            for it in reply.messages
         ]
         try:
-            answer = self.template.answer(shortened, dialog.turn_end)
+            answer = self._answer_of(dialog, reply, shortened)
         except Exception as error:  # a template may raise for roles and their order
             self._handle(number, dialog, self.responder.reject(error))
             return
@@ -165,6 +200,20 @@ class TurnHandler:
         dialog.messages += map(_as_text, shortened)
         dialog.num_answers += 1
         self._results.append(TurnResult(number, answer))
+
+    def _answer_of(self, dialog: Dialog, reply: Reply, messages: Sequence[Message]) -> Answer:
+        """The answer after the tokens so far, or a prompt in their place: that of a new conversation, or what the
+        template makes of this one."""
+        if reply.new_conversation:
+            dialog.messages, dialog.is_new = [], True
+            dialog.tools = dialog.tools if reply.tools is None else reply.tools
+            return Answer(self.prompt_of(dialog.prompt, messages, dialog.tools), is_prompt=True)
+        answer = self.template.answer(messages, dialog.turn_end)
+        if not self.cfg.template_history or isinstance(dialog.prompt, str):
+            return answer
+        rendered = self.prompt_of(dialog.prompt, [*dialog.messages, *messages], dialog.tools)
+        read = np.concatenate([dialog.conversation.context_ids(), answer.token_ids])
+        return answer if self.template.spells(read, rendered) else Answer(rendered, is_prompt=True)
 
     def _end(self, number: int, finish_reason: FinishReason) -> None:
         dialog = self._dialogs.pop(number)
@@ -179,14 +228,17 @@ def _as_text(message: Message) -> Message:
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
-    """Verl's `training/num_turns` (here: turns of the model) and `tool_call_counts`."""
+    """Verl's `training/num_turns` (here: turns of the model) and `tool_call_counts`, and the number of sequences."""
     found: dict[str, Metric] = {}
-    names = {"num_turns": "training/num_turns", "tool_call_counts": "tool_call_counts"}
-    for name, column in turn_columns(trajectories).items():
+    names = {"num_turns": "training/num_turns", "num_sequences": "training/num_sequences"}
+    columns = turn_columns(trajectories)
+    columns["num_sequences"] = np.array([it.num_sequences for it in trajectories])
+    for name, column in columns.items():
         if len(column):
-            found[f"{names[name]}/min"] = Min(float(column.min()))
-            found[f"{names[name]}/max"] = Max(float(column.max()))
-            found[f"{names[name]}/mean"] = Mean(float(column.sum()), float(len(column)))
+            key = names.get(name, name)
+            found[f"{key}/min"] = Min(float(column.min()))
+            found[f"{key}/max"] = Max(float(column.max()))
+            found[f"{key}/mean"] = Mean(float(column.sum()), float(len(column)))
     return found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.data_proto import NOT_RECORDED, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.roles import Part
 from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig
@@ -21,7 +21,7 @@ from hpcrl.forecast.memory.activations import Pass
 from hpcrl.forecast.memory.meta import DTYPES, fake_rank, parameter_bytes
 from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.model.blocks.micro_batch import MicroBatch
-from hpcrl.model.blocks.router import NOT_RECORDED, Routing
+from hpcrl.model.blocks.router import Routing
 from hpcrl.model.gpt import pack
 from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape

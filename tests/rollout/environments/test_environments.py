@@ -46,6 +46,20 @@ class Counter(Environment):
         info = {"count": self.count, "seed": self.seed}
         return Step([{"role": "user", "content": str(self.count)}], done, self.count / 2, info)
 
+class Forgetful(Environment):
+    "Begins a new conversation after the second turn, with a turn of the model's in its prompt."
+    count = 0
+
+    def reset(self, record, seed):
+        return [{"role": "user", "content": "go on!"}]
+
+    def step(self, turn):
+        self.count += 1
+        if self.count == 2:
+            messages = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": turn.text}]
+            return Step(messages, new_conversation=True)
+        return Step([{"role": "user", "content": str(self.count)}], done=self.count == 4, reward=self.count / 2)
+
 class Hostile(Counter):
     def reset(self, record, seed):
         self.how = record["prompt"][0]["content"]
@@ -154,10 +168,17 @@ def make(tmp_path: Path, tokenizer: Any) -> Iterator[Callable[..., AgentLoop]]:
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
     made: list[AgentLoop] = []
 
-    def make(name: str, max_open: int = 64, data: DataConfig | None = None, calls: int = 1, **keys: Any) -> AgentLoop:
+    def make(
+        name: str,
+        max_open: int = 64,
+        data: DataConfig | None = None,
+        calls: int = 1,
+        template_history: bool = False,
+        **keys: Any,
+    ) -> AgentLoop:
         environment = {"path": str(tmp_path / "environments.py"), "name": name, **keys}
-        turns = {"enable": True, "max_parallel_calls": calls, "environment": environment}
-        cfg = MultiTurnConfig.model_validate(turns)
+        turns = {"enable": True, "max_parallel_calls": calls, "template_history": template_history}
+        cfg = MultiTurnConfig.model_validate(turns | {"environment": environment})
         made.append(AgentLoop(cfg, data or DataConfig(), tokenizer, max_open=max_open))
         return made[-1]
 
@@ -247,8 +268,8 @@ def test_a_failure_costs_its_sample_only(make: Callable[..., AgentLoop], tokeniz
     for prompt, one in zip(prompts, found, strict=True):
         if prompt in HOSTILE:
             assert one.finish_reason == "error", prompt
-            assert not one.mask.any() and not one.rewards.any() and len(one.token_ids)  # type: ignore[union-attr]
-            assert one.info is not None and one.info["error"].startswith(HOSTILE[prompt])  # type: ignore[union-attr]
+            assert not one.mask.any() and one.rewards is None and len(one.token_ids)
+            assert one.info is not None and one.info["error"].startswith(HOSTILE[prompt])
         else:
             assert one.finish_reason == "stop" and one.num_turns == 3, prompt
     for fate in ("errors", "crashes", "timeouts"):
@@ -291,3 +312,46 @@ def test_what_cannot_start_is_one_line(
     with pytest.raises(InputError, match=re.escape(why)) as caught:
         make(name, kwargs=kwargs)
     assert "\n" not in str(caught.value) and "environment.path=" in str(caught.value)
+
+
+def test_a_new_conversation_is_a_sequence_of_the_trajectory(make: Callable[..., AgentLoop], tokenizer: Any) -> None:
+    """Its prompt is all that the model reads, and its tokens follow those of the conversation before."""
+    asked: list[Request] = []
+
+    def says(request: Request) -> str:
+        asked.append(request)
+        return "xy"
+
+    (one, _), metrics = run(make("Forgetful"), tokenizer, ["ab", "stop"], says)
+    assert tokenizer.decode(one.prompt_ids) == "<|bos|>abgo on!"
+    assert one.finish_reason == "stop" and one.num_turns == 4
+    (start,) = one.sequence_starts - len(one.prompt_ids)  # type: ignore[operator,arg-type]
+    after = one.token_ids[start:]
+    assert tokenizer.decode(after) == "<|bos|>sumxy<|eos|>xy<|eos|>3xy<|eos|>"
+    assert one.mask.tolist().count(1) == 4 * 3 and not one.mask[start : start + 7].any()
+    requests = [it for it in asked if it.uid == "file:0:0"]
+    assert requests[2].prompt_ids.tolist() == after[:7].tolist() and not len(requests[2].prefix_ids)  # type: ignore
+    assert requests[3].prefix_ids.tolist() == after[7:11].tolist()
+    assert [it.position for it in requests] == [0, 4, start + 7, start + 11]
+    assert metrics["env/steps"] == 8
+
+
+@pytest.mark.parametrize("template_history", [False, True])
+def test_a_turn_that_the_template_changes_starts_a_sequence(
+    make: Callable[..., AgentLoop], tokenizer: Any, template_history: bool
+) -> None:
+    """A template that drops what precedes "=" in earlier turns."""
+    template = (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        "{{ message['content'].split('=')[-1] + eos_token }}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    )
+    loop = make("Counter", data=DataConfig(chat_template=template), template_history=template_history)
+    (one,), _ = run(loop, tokenizer, ["ab"], lambda request: "y" if len(request.prefix_ids) else "xy=z")
+    text = tokenizer.decode(one.token_ids)
+    if not template_history:
+        assert text == "xy=z<|eos|>1y<|eos|>2y<|eos|>" and one.sequence_starts is None
+        return
+    assert text == "xy=z<|eos|>abgo on!z<|eos|>1xy=z<|eos|>abgo on!z<|eos|>1z<|eos|>2xy=z<|eos|>"
+    assert one.num_sequences == 3 and one.num_turns == 3 and one.mask.sum() == 15
+    (one,), _ = run(loop, tokenizer, ["ab"], lambda request: "y")
+    assert tokenizer.decode(one.token_ids) == "y<|eos|>1y<|eos|>2y<|eos|>" and one.num_sequences == 1

@@ -74,7 +74,7 @@ class GenerateCall:
         sequences = []
         for request in requests:
             context = request.context_ids(self.sampling, self.max_model_len, self.decoder.vocab_size)
-            key, first = request_key(self.seed, request.uid), len(request.prefix_ids)
+            key, first = request_key(self.seed, request.uid), request.position
             index = group = self._num_requests
             if self.enable_prefix_caching:
                 keys = np.array([picture.key for picture in request.pictures], np.int64)

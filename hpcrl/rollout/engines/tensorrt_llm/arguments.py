@@ -33,7 +33,7 @@ def request_seed(request: Request, *, seed: int, step: int) -> int:
     The position is that of the first token to draw, so that a resumed sequence does not repeat the numbers of its
     start.
     """
-    place = struct.pack("<qqqq", seed, len(request.prefix_ids), request.sample_index, step)
+    place = struct.pack("<qqqq", seed, request.position, request.sample_index, step)
     digest = blake2b(place + request.uid.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
