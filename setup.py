@@ -72,6 +72,20 @@ MCP = [
     "mcp>=2.3,<3",  # the client of environments whose tools are those of MCP servers; the tests' server
 ]
 
+GYMNASIUM = [
+    "gymnasium>=1.0,<2",  # its text environments, for agents
+]
+
+# A table of its own for the resolver: fastmcp, which openenv requires, wants an mcp below 2
+OPENENV = [
+    "openenv>=0.10,<0.11",  # environments of this API, in process and the client of its servers
+]
+
+# cellpylib, pycosat and zss, which it requires, have no wheels: pip builds them, pycosat with a C compiler
+REASONING_GYM = [
+    "reasoning-gym>=0.1.25,<0.2",  # draws the rows of `hpcrl data reasoning_gym`, and scores answers to them
+]
+
 # Trackers, each in a process of its own (hpcrl/observe/record/trackers.py)
 WANDB = [
     "wandb>=0.19",  # offline runs in the run's folder
@@ -90,6 +104,7 @@ DOCS = [
 TEST = [
     *MATH,
     *MCP,
+    *GYMNASIUM,
     *DOCS,
     *WANDB,
     *MLFLOW,
@@ -139,6 +154,9 @@ setup(
         "hybrid": HYBRID,
         "math": MATH,
         "mcp": MCP,
+        "gymnasium": GYMNASIUM,
+        "openenv": OPENENV,
+        "reasoning-gym": REASONING_GYM,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "docs": DOCS,

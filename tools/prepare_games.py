@@ -1,0 +1,95 @@
+"""Writes data for the games of configs/environments: `python tools/prepare_games.py --out data/games`.
+
+For each game a file of rows for RL and one for validation, whose games are drawn from the row and the run's seed, and a
+file of games for the warm start, in which half of the moves are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpcrl.api import Environment, Turn
+from hpcrl.rollout.environments.environment import load_environment
+
+FOLDER = Path(__file__).parents[1] / "configs" / "environments"
+MAX_SEED = 2**31
+GOOD_SHARE = 0.5  # of the moves of the warm start
+
+
+def guess(game: Any, rng: random.Random) -> str:
+    """A number that is still possible, or any."""
+    low, high = (game.low, game.high) if rng.random() < GOOD_SHARE else (1, HIGHEST)
+    return str(rng.randint(low, high))
+
+
+def move(game: Any, rng: random.Random) -> str:
+    """A step towards the goal, or any."""
+    towards = [
+        name
+        for name, by in {"n": (-1, 0), "s": (1, 0), "w": (0, -1), "e": (0, 1)}.items()
+        if any(sign * (goal - at) > 0 for sign, at, goal in zip(by, game.place, game.goal, strict=True))
+    ]
+    return rng.choice(towards if rng.random() < GOOD_SHARE else list("nswe"))
+
+
+HIGHEST = 15
+GAMES: dict[str, tuple[str, dict[str, int], Callable[[Any, random.Random], str]]] = {
+    "guess_number": ("GuessNumber", {"highest": HIGHEST, "guesses": 4}, guess),
+    "grid_world": ("GridWorld", {"side": 5, "steps": 8}, move),
+}
+
+
+def played(make: Callable[[], Environment], policy: Callable[[Any, random.Random], str], rng: random.Random) -> list:
+    """The messages of a game."""
+    game, row = make(), prompt()
+    messages = [*row, *game.reset({"prompt": row}, rng.randrange(MAX_SEED))]
+    done = False
+    while not done:
+        text = policy(game, rng)
+        answers, done, *_ = game.step(Turn(text))
+        messages += [{"role": "assistant", "content": text}, *([] if done else answers)]
+    return messages
+
+
+def prompt() -> list[dict[str, str]]:
+    return [{"role": "system", "content": "Play."}]
+
+
+def row(name: str, index: int, split: str) -> dict[str, Any]:
+    truth = {"style": "rule", "ground_truth": ""}
+    info = {"index": index, "split": split}
+    return {"data_source": name, "prompt": prompt(), "ability": "game", "reward_model": truth, "extra_info": info}
+
+
+def main() -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("data/games"), help="folder to write")
+    parser.add_argument("--rows", type=int, default=8192, help="rows for RL, and games of the warm start")
+    parser.add_argument("--val-rows", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0, help="of the games of the warm start")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, (kind, kwargs, policy) in GAMES.items():
+        rng = random.Random(f"{name} {args.seed}")
+        make = partial(load_environment(str(FOLDER / f"{name}.py"), kind), **kwargs)
+        rows = {
+            "train": [row(name, index, "train") for index in range(args.rows)],
+            "val": [row(name, index, "val") for index in range(args.val_rows)],
+            "sft": [row(name, i, "sft") | {"messages": played(make, policy, rng)} for i in range(args.rows)],
+        }
+        for split, made in rows.items():
+            path = args.out / f"{name}_{split}.parquet"
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), path)
+            print(f"{path}: {len(made)} rows")
+
+
+if __name__ == "__main__":
+    main()
