@@ -20,7 +20,7 @@ MODEL = {
     "ffn_hidden_size": 48,
     "num_attention_heads": 2,
     "num_query_groups": 1,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "init_std": 0.2,
 }
 

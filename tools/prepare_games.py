@@ -1,14 +1,14 @@
 """Writes data for the games of configs/environments: `python tools/prepare_games.py --out data/games`.
 
 For each game a file of rows for RL and one for validation, whose games are drawn from the row and the run's seed, and a
-file of games for the warm start, in which half of the moves are random.
+file of games with random moves for the warm start, which shows the form of a move and no more.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,39 +18,20 @@ from hpcrl.rollout.environments.environment import load_environment
 
 FOLDER = Path(__file__).parents[1] / "configs" / "environments"
 MAX_SEED = 2**31
-GOOD_SHARE = 0.5  # of the moves of the warm start
-
-
-def guess(game: Any, rng: random.Random) -> str:
-    """A number that is still possible, or any."""
-    low, high = (game.low, game.high) if rng.random() < GOOD_SHARE else (1, HIGHEST)
-    return str(rng.randint(low, high))
-
-
-def move(game: Any, rng: random.Random) -> str:
-    """A step towards the goal, or any."""
-    towards = [
-        name
-        for name, by in {"n": (-1, 0), "s": (1, 0), "w": (0, -1), "e": (0, 1)}.items()
-        if any(sign * (goal - at) > 0 for sign, at, goal in zip(by, game.place, game.goal, strict=True))
-    ]
-    return rng.choice(towards if rng.random() < GOOD_SHARE else list("nswe"))
-
-
-HIGHEST = 15
-GAMES: dict[str, tuple[str, dict[str, int], Callable[[Any, random.Random], str]]] = {
-    "guess_number": ("GuessNumber", {"highest": HIGHEST, "guesses": 4}, guess),
-    "grid_world": ("GridWorld", {"side": 5, "steps": 8}, move),
+# Name -> class, arguments and moves; as in configs/games
+GAMES: dict[str, tuple[str, dict[str, int], Sequence[str]]] = {
+    "guess_number": ("GuessNumber", {"highest": 7, "guesses": 3}, "1234567"),
+    "grid_world": ("GridWorld", {"side": 4, "steps": 6}, "nswe"),
 }
 
 
-def played(make: Callable[[], Environment], policy: Callable[[Any, random.Random], str], rng: random.Random) -> list:
-    """The messages of a game."""
+def played(make: Callable[[], Environment], moves: Sequence[str], rng: random.Random) -> list[dict[str, str]]:
+    """The messages of a game with random moves."""
     game, row = make(), prompt()
     messages = [*row, *game.reset({"prompt": row}, rng.randrange(MAX_SEED))]
     done = False
     while not done:
-        text = policy(game, rng)
+        text = rng.choice(moves)
         answers, done, *_ = game.step(Turn(text))
         messages += [{"role": "assistant", "content": text}, *([] if done else answers)]
     return messages
@@ -77,13 +58,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the games of the warm start")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, (kind, kwargs, policy) in GAMES.items():
+    for name, (kind, kwargs, moves) in GAMES.items():
         rng = random.Random(f"{name} {args.seed}")
         make = partial(load_environment(str(FOLDER / f"{name}.py"), kind), **kwargs)
         rows = {
             "train": [row(name, index, "train") for index in range(args.rows)],
             "val": [row(name, index, "val") for index in range(args.val_rows)],
-            "sft": [row(name, i, "sft") | {"messages": played(make, policy, rng)} for i in range(args.rows)],
+            "sft": [row(name, i, "sft") | {"messages": played(make, moves, rng)} for i in range(args.rows)],
         }
         for split, made in rows.items():
             path = args.out / f"{name}_{split}.parquet"

@@ -1,4 +1,4 @@
-"""Find a hidden place on a grid: each step is answered by whether it came nearer."""
+"""Walk to a place on a grid, a step in each turn. The answer is the direction in which it lies."""
 
 import random
 
@@ -8,14 +8,13 @@ MOVES = {"n": (-1, 0), "s": (1, 0), "w": (0, -1), "e": (0, 1)}
 
 
 class GridWorld(Environment):
-    def __init__(self, side: int = 5, steps: int = 8):
+    def __init__(self, side: int = 4, steps: int = 6):
         self.side, self.left = side, steps
 
     def reset(self, record, seed):
-        rng = random.Random(seed)
         cells = [(row, column) for row in range(self.side) for column in range(self.side)]
-        self.place, self.goal = rng.sample(cells, 2)
-        return [{"role": "user", "content": f"Find it: {self.side} x {self.side}, you are at {self.where()}."}]
+        self.place, self.goal = random.Random(seed).sample(cells, 2)
+        return [{"role": "user", "content": f"It lies {self.direction()}."}]
 
     def step(self, turn):
         self.left -= 1
@@ -27,13 +26,14 @@ class GridWorld(Environment):
         self.place = row, column
         if self.place == self.goal:
             return Step(done=True, reward=1.0, info={"acc": 1.0, "steps_left": self.left})
-        nearer = self.distance() < before
-        answer = f"{'nearer' if nearer else 'not nearer'}, {self.where()}"
+        reward = 0.1 if self.distance() < before else -0.1
         is_over = not self.left or turn.is_last
-        return Step([{"role": "user", "content": answer}], is_over, 0.1 if nearer else -0.1, {"acc": 0.0})
+        return Step([{"role": "user", "content": f"{self.direction()}."}], is_over, reward, {"acc": 0.0})
 
-    def where(self):
-        return "{} {}".format(*self.place)
+    def direction(self):
+        names = [("north", "", "south"), ("west", "", "east")]
+        ways = [(goal > at) - (goal < at) for at, goal in zip(self.place, self.goal, strict=True)]
+        return " ".join(filter(None, (name[1 + way] for name, way in zip(names, ways, strict=True))))
 
     def distance(self):
         return sum(abs(at - goal) for at, goal in zip(self.place, self.goal, strict=True))

@@ -42,10 +42,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def task_of(text: str) -> Task:
     found = MIXED.fullmatch(text)
-    if found is None:
+    name, weight, low, high = found.group("name", "weight", "low", "high") if found else [None] * 4
+    levels = None if low is None else range(int(low), int(high or low) + 1)
+    if name is None or levels == range(0):
         raise argparse.ArgumentTypeError(f"found {text!r}; expected TASK[:WEIGHT][@LEVEL[-LEVEL]]")
-    name, weight, low, high = found.group("name", "weight", "low", "high")
-    return Task(name, float(weight or 1), None if low is None else range(int(low), int(high or low) + 1))
+    return Task(name, float(weight or 1), levels)
 
 
 def mixture(parsed: argparse.Namespace) -> SyntheticSource:
