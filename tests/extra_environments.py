@@ -13,8 +13,8 @@ import pytest
 
 from tests.mpi.lab import ROOT
 
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 MODEL = {
-    "tokenizer": str(ROOT / "configs" / "tool_tokenizer"),
     "num_layers": 1,
     "hidden_size": 32,
     "ffn_hidden_size": 48,
@@ -47,13 +47,15 @@ def two_steps(python: str, folder: Path, **sections: dict[str, Any]) -> list[dic
     """The metrics of two training steps of GRPO on one rank. folder: of modules that an environment imports, too."""
     job: dict[str, dict[str, Any]] = {
         "run": {"name": "job", "dir": str(folder)},
-        "model": MODEL,
+        "model": MODEL | {"tokenizer": str(folder / "tokenizer")},
         "data": {"train_batch_size": 4, "max_prompt_length": 384, "max_response_length": 48},
         "rollout": {"n": 2},
         "actor": {"ppo_mini_batch_size": 4},
         "algorithm": {"adv_estimator": "grpo"},
         "trainer": {"total_training_steps": 2},
     }
+    tool = [str(ROOT / "tools" / "make_char_tokenizer.py"), "--out", str(folder / "tokenizer")]
+    subprocess.run([sys.executable, *tool, "--characters", ALPHABET], check=True, capture_output=True)
     for name, section in sections.items():
         job[name] = {**job.get(name, {}), **section}
     (folder / "job.yaml").write_text(json.dumps(job))

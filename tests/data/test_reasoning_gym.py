@@ -19,7 +19,7 @@ from hpcrl.sandbox.isolation import probe_isolation
 from tests.extra_environments import python_with, run, two_steps
 from tests.mpi.lab import ROOT
 
-TASKS = ["leg_counting:3@0-1", "spell_backward@2", "countdown"]
+TASKS = ["leg_counting:3@0-1", "spell_backward@2", "countdown:0.4"]
 SCORES = """
 import json, sys
 from hpcrl.data.row_file import RowFile

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from hpcrl.rollout.environments.gymnasium_environment import GymnasiumEnvironmen
 from tests.extra_environments import acts, python_with, rows, two_steps
 from tests.mpi.lab import ROOT
 
-gymnasium = pytest.importorskip("gymnasium")
+gymnasium = pytest.mark.skipif(find_spec("gymnasium") is None, reason="gymnasium is not installed")
 ADAPTERS = "from hpcrl.api import GymnasiumEnvironment, OpenEnvEnvironment\n"
 SUMS = """
 import random
@@ -55,16 +56,18 @@ if __name__ == "__main__":
 PLAYS = """
 import json, sys
 from hpcrl.api import OpenEnvEnvironment, Turn
-for field in ("text", ""):
-    env = OpenEnvEnvironment(sys.argv[1], "sums:Says", field, field)
-    question = env.reset({}, 5)[0]["content"]
-    said = str(sum(int(it) for it in question if it.isdigit())) if field else None
-    turns = ["x", said or '{"text": "%d"}' % sum(int(it) for it in question if it.isdigit())]
-    print(json.dumps([question, *(env.step(Turn(turn)) for turn in turns)]))
-    env.close()
+for source in ("sums:Sums", sys.argv[1]):
+    for field in ("text", ""):
+        env = OpenEnvEnvironment(source, "sums:Says", field, field)
+        question = env.reset({}, 5)[0]["content"]
+        said = str(sum(int(it) for it in question if it.isdigit()))
+        turns = ["x", said if field else json.dumps({"text": said})]
+        print(json.dumps([question, *(env.step(Turn(turn)) for turn in turns)]))
+        env.close()
 """
 
 
+@gymnasium
 def test_renderings_and_actions_of_gymnasium() -> None:
     env = GymnasiumEnvironment("FrozenLake-v1", "left down right up", render_mode="ansi", is_slippery=False)
     assert "[red S]FFF\nFHFH" in env.reset({}, 3)[0]["content"]
@@ -80,6 +83,7 @@ def test_renderings_and_actions_of_gymnasium() -> None:
     assert {"blue", "magenta", "yellow"} <= {word.strip("|[") for word in taxi.replace("[", " ").split()}
 
 
+@gymnasium
 def test_other_spaces_of_gymnasium() -> None:
     pole = GymnasiumEnvironment("CartPole-v1")
     assert len(json.loads(pole.reset({}, 3)[0]["content"])) == 4
@@ -91,6 +95,7 @@ def test_other_spaces_of_gymnasium() -> None:
     assert GymnasiumEnvironment("Blackjack-v1").reset({}, 3)[0]["content"].startswith("[")
 
 
+@gymnasium
 def test_two_training_steps_of_gymnasium(tmp_path: Path) -> None:
     (tmp_path / "adapters.py").write_text(ADAPTERS)
     kwargs = {"id": "FrozenLake-v1", "actions": "l d r u", "render_mode": "ansi", "is_slippery": False}
@@ -119,19 +124,15 @@ def server(tmp_path: Path) -> Iterator[tuple[str, str]]:
         process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_openenv_in_process_and_behind_a_server(tmp_path: Path, server: tuple[str, str]) -> None:
     python, address = server
     (tmp_path / "plays.py").write_text(PLAYS)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    played = [
-        subprocess.run(
-            [python, str(tmp_path / "plays.py"), source], env=environment, check=True, capture_output=True, text=True
-        ).stdout
-        for source in ("sums:Sums", address)
-    ]
-    for plain, as_json in (map(json.loads, one.splitlines()) for one in played):
-        question, wrong, right = plain
+    command = [python, str(tmp_path / "plays.py"), address]
+    played = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    found = [json.loads(line) for line in played.splitlines()]
+    for (question, wrong, right), as_json in ((found[0], found[1]), (found[2], found[3])):
         assert question in as_json[0] and wrong[0][0]["content"] == "no" and wrong[1:3] == [False, 0.0]
         assert right[1:] == [True, 1.0, {"acc": 1.0, "return": 1.0}]
         assert as_json[1][0][0]["content"].startswith("no action: ") and as_json[2][1:3] == [True, 1.0]
