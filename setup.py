@@ -76,12 +76,12 @@ GYMNASIUM = [
     "gymnasium>=1.0,<2",  # its text environments, for agents
 ]
 
-# A table of its own for the resolver: fastmcp, which openenv requires, wants an mcp below 2
+# Not in TEST: fastmcp, which openenv requires, requires an mcp below 2
 OPENENV = [
     "openenv>=0.10,<0.11",  # environments of this API, in process and the client of its servers
 ]
 
-# cellpylib, pycosat and zss, which it requires, have no wheels: pip builds them, pycosat with a C compiler
+# Not in TEST: cellpylib, pycosat and zss, which it requires, have no wheels; pip builds them, pycosat with a C compiler
 REASONING_GYM = [
     "reasoning-gym>=0.1.25,<0.2",  # draws the rows of `hpcrl data reasoning_gym`, and scores answers to them
 ]

@@ -26,7 +26,7 @@ class GridWorld(Environment):
         self.place = row, column
         if self.place == self.goal:
             return Step(done=True, reward=1.0, info={"acc": 1.0, "steps_left": self.left})
-        reward = 0.1 if self.distance() < before else -0.1
+        reward = 0.2 if self.distance() < before else -0.2
         is_over = not self.left or turn.is_last
         return Step([{"role": "user", "content": f"{self.direction()}."}], is_over, reward, {"acc": 0.0})
 

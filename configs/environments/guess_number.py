@@ -1,4 +1,4 @@
-"""Guess a number from "higher" and "lower": more guesses than one turn has."""
+"""Guess a number, a guess in each turn. A wrong guess has the share of numbers that its answer rules out as reward."""
 
 import random
 import re
@@ -26,12 +26,12 @@ class GuessNumber(Environment):
         guess = int(found[0])
         if guess == self.number:
             return Step(done=True, reward=1.0, info={"acc": 1.0, "guesses_left": self.left})
-        if not self.left or turn.is_last:
-            return Step(done=True, info={"acc": 0.0})
-        reward = 0.0 if self.low <= guess <= self.high else -0.25
+        before = self.high - self.low + 1
         if guess < self.number:
             self.low = max(self.low, guess + 1)
         else:
             self.high = min(self.high, guess - 1)
         answer = "higher" if guess < self.number else "lower"
-        return Step([{"role": "user", "content": f"{answer}, {self.state}"}], reward=reward)
+        ruled_out = 1 - (self.high - self.low + 1) / before
+        is_over = not self.left or turn.is_last
+        return Step([{"role": "user", "content": f"{answer}, {self.state}"}], is_over, ruled_out, {"acc": 0.0})
