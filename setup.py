@@ -78,6 +78,20 @@ VERIFIERS = [
     "uv>=0.7",  # verifiers starts its harnesses with it
 ]
 
+GYMNASIUM = [
+    "gymnasium>=1.0,<2",  # its text environments, for agents
+]
+
+# Not in TEST: fastmcp, which openenv requires, requires an mcp below 2
+OPENENV = [
+    "openenv>=0.10,<0.11",  # environments of this API, in process and the client of its servers
+]
+
+# Not in TEST: cellpylib, pycosat and zss, which it requires, have no wheels; pip builds them, pycosat with a C compiler
+REASONING_GYM = [
+    "reasoning-gym>=0.1.25,<0.2",  # draws the rows of `hpcrl data reasoning_gym`, and scores answers to them
+]
+
 # Trackers, each in a process of its own (hpcrl/observe/record/trackers.py)
 WANDB = [
     "wandb>=0.19",  # offline runs in the run's folder
@@ -96,6 +110,7 @@ DOCS = [
 TEST = [
     *MATH,
     *MCP,
+    *GYMNASIUM,
     *DOCS,
     *WANDB,
     *MLFLOW,
@@ -147,6 +162,9 @@ setup(
         "math": MATH,
         "mcp": MCP,
         "verifiers": VERIFIERS,
+        "gymnasium": GYMNASIUM,
+        "openenv": OPENENV,
+        "reasoning-gym": REASONING_GYM,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "docs": DOCS,

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from hpcrl.rollout.environments.environment import Environment as Environment
     from hpcrl.rollout.environments.environment import Step as Step
     from hpcrl.rollout.environments.environment import Turn as Turn
+    from hpcrl.rollout.environments.gymnasium_environment import GymnasiumEnvironment as GymnasiumEnvironment
     from hpcrl.rollout.environments.mcp_tools import McpTools as McpTools
+    from hpcrl.rollout.environments.open_env import OpenEnvEnvironment as OpenEnvEnvironment
     from hpcrl.rollout.environments.shell_task import ShellTask as ShellTask
     from hpcrl.rollout.environments.tools import tool as tool
     from hpcrl.rollout.environments.verifiers_environment import VerifiersEnvironment as VerifiersEnvironment
@@ -96,6 +98,8 @@ _MODULES = {
     "hpcrl.rollout.environments.mcp_tools": ("McpTools",),
     "hpcrl.rollout.environments.agent_environment": ("AgentEnvironment",),
     "hpcrl.rollout.environments.verifiers_environment": ("VerifiersEnvironment",),
+    "hpcrl.rollout.environments.gymnasium_environment": ("GymnasiumEnvironment",),
+    "hpcrl.rollout.environments.open_env": ("OpenEnvEnvironment",),
     "hpcrl.rollout.environments.tools": ("tool",),
     # algorithms; `param` declares a parameter of theirs
     "hpcrl.algorithms.parameters": ("param",),

@@ -3,8 +3,9 @@
 # wheels and indexes of this machine, and installs nothing. Seconds; the Pythons themselves are not needed.
 #   tools/check_resolution.sh [3.10 3.11 3.12]
 # pip, which installs hpcrl, gives the same versions, but `pip install --dry-run` downloads 3.3 GB for each Python.
-# One resolution of all extras of the native engine shows that each of them resolves. `trtllm` is not on PyPI as a whole.
-# Only wheels count, for the C library of the oldest clusters (glibc 2.28), so tools/bundle_wheels.sh finds all files, too.
+# One resolution of all extras of the native engine shows that each of them resolves, but for openenv, which excludes the
+# mcp of the tests and has one of its own. `trtllm` is not on PyPI as a whole. Only wheels count, for the C library of the
+# oldest clusters (glibc 2.28), so tools/bundle_wheels.sh finds all files, too; but for three that reasoning-gym requires.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,14 +16,17 @@ trap 'rm -rf "$folder"' EXIT
 source tools/uv.sh
 install_uv "$python" "$folder/uv"
 
-"$python" tools/requirements.py cpu,gpu,math,wandb,mlflow,test >"$folder/requirements.in"
+"$python" tools/requirements.py cpu,gpu,math,reasoning-gym,wandb,mlflow,test >"$folder/all.in"
+"$python" tools/requirements.py cpu,openenv >"$folder/openenv.in"
 running=()
 for version in "$@"; do
-    for machine in x86_64 aarch64; do
+    for name in "$version-x86_64" "$version-aarch64" "$version-x86_64-openenv"; do
+        IFS=- read -r _ machine set <<<"$name"
         "$folder/uv/bin/uv" pip compile -q --python "$python" --python-version "$version" --no-annotate --no-header \
-            --only-binary :all: --python-platform "$machine-manylinux_2_28" "$folder/requirements.in" \
-            -o "$folder/$version-$machine.txt" 2>"$folder/$version-$machine.err" &
-        running+=("$version-$machine:$!")
+            --only-binary :all: --no-binary cellpylib --no-binary pycosat --no-binary zss \
+            --python-platform "$machine-manylinux_2_28" "$folder/${set:-all}.in" \
+            -o "$folder/$name.txt" 2>"$folder/$name.err" &
+        running+=("$name:$!")
     done
 done
 failed=0

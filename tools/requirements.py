@@ -1,6 +1,6 @@
 """Print the requirements of setup.py, one a line: those of hpcrl and of extras. Standard library only.
 
-    python3 tools/requirements.py gpu,wandb >requirements.in
+    python3 tools/requirements.py gpu,wandb >requirements.in      "" for those of hpcrl only
 
 For tools that may not build a package to read its metadata.
 """
@@ -25,7 +25,7 @@ def main(extras: str) -> None:
     sys.modules["setuptools"] = setuptools
     os.chdir(ROOT)
     runpy.run_path("setup.py")
-    known = about["extras_require"]
+    known = about["extras_require"] | {"": []}
     if unknown := [extra for extra in extras.split(",") if extra not in known]:
         print(f"requirements: error: setup.py has no extra {unknown[0]!r}; it has {', '.join(known)}", file=sys.stderr)
         sys.exit(2)

@@ -395,7 +395,7 @@ class SamplerConfig(OpenSection):
         None, description="Python file of a sampler of your own; null: the built-in order"
     )
     class_name: str | None = Field(
-        None, description="class in that file, or a built-in curriculum: DifficultyCurriculum"
+        None, description="class in that file, or a built-in curriculum: DifficultyCurriculum, LevelCurriculum"
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpcrl.data.duplicates import NUM_WORDS, THRESHOLD, find_duplicates, picture_key, prompt_text
 from hpcrl.data.prepare import draw_rows, prepare_files, write
 from hpcrl.data.row_file import RowFile, columns_of
-from hpcrl.data.source import FileSource, Source, all_sources
+from hpcrl.data.source import ConfigurableSource, FileSource, Source, all_sources
 from hpcrl.data.split import pairs_of_samples
 from hpcrl.runtime import exits
 from hpcrl.runtime.launcher import is_first_launched
@@ -40,7 +40,7 @@ def main(arguments: list[str], load_job: Callable[[str], Any]) -> NoReturn:
         sys.exit(run(parsed) if run is not None else prepare(parsed, sources[parsed.name][0]))
 
 
-def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser:
+def parser_of(sources: dict[str, tuple[Source | ConfigurableSource, str]]) -> argparse.ArgumentParser:
     parser = exits.ArgumentParser(
         prog="hpcrl data",
         description="Write train.parquet and val.parquet in verl's schema, and dataset.json, or compare such files.",
@@ -61,9 +61,11 @@ def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser
         else:
             command.add_argument("--rows", type=number, default=2000, metavar="N", help="training rows (2000)")
             command.add_argument("--val-rows", type=number, default=200, metavar="N", help="validation rows (200)")
+        if isinstance(source, ConfigurableSource):
+            source.add_options(command)
         command.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
         command.add_argument("--seed", type=int, default=0, metavar="N", help="of what is held out or drawn (0)")
-        if source.problem is None:
+        if isinstance(source, FileSource) and source.problem is None:
             add_threshold(command)
         else:
             command.set_defaults(threshold=None)
@@ -108,7 +110,8 @@ def share(text: str) -> float:
     return float(text)
 
 
-def prepare(parsed: argparse.Namespace, source: Source) -> int:
+def prepare(parsed: argparse.Namespace, found: Source | ConfigurableSource) -> int:
+    source = found.configured(parsed) if isinstance(found, ConfigurableSource) else found
     if isinstance(source, FileSource):
         options = {name: getattr(parsed, name) for name in ("seed", "val_rows", "drop_duplicates", "threshold")}
         dataset = prepare_files(parsed.name, source, parsed.folder, parsed.out, **options)

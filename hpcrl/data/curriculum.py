@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import inspect
+import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from hpcrl.algorithms.parameters import NoParameters
+from hpcrl.algorithms.parameters import NoParameters, param
 from hpcrl.config.plugins import sampler_parameters
 from hpcrl.runtime.exits import InputError, folded
 from hpcrl.runtime.user_code import import_file
@@ -150,32 +151,64 @@ class Curriculum:
         return rows.astype(np.int64)
 
 
-class DifficultyCurriculum(AbstractCurriculumSampler):
+class WeightedCurriculum(AbstractCurriculumSampler):
+    """Draws prompts by `weights`, without replacement in one draw of at most as many as have a weight above 0."""
+
+    topic: ClassVar[str]  # of the random numbers
+
+    def __init__(self, data_source: PromptDataset, data_config: DataConfig, seed: int) -> None:
+        super().__init__(data_source, data_config, seed)
+        self.num_draws = 0
+
+    @abstractmethod
+    def weights(self) -> np.ndarray:
+        """Return float64 (rows,), not all 0."""
+
+    def choose(self, n: int) -> np.ndarray:
+        weights = self.weights()
+        most = int(np.count_nonzero(weights))
+        rows: list[np.ndarray] = []
+        left = n
+        while left > 0:
+            # Efraimidis and Spirakis (2006): the k largest u^(1/w) are a weighted draw without replacement.
+            with np.errstate(divide="ignore"):
+                order = np.argsort(-np.log(self._uniform(len(weights))) / weights, kind="stable")
+            rows.append(order[: min(left, most)])
+            left -= len(rows[-1])
+        return np.concatenate(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_draws": self.num_draws}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_draws = state["num_draws"]
+
+    def _uniform(self, count: int) -> np.ndarray:
+        """Return float64 (count,) in (0, 1), different at each call and the same in every run of this seed."""
+        name = f"{self.topic} {self.seed} {self.num_draws}"
+        self.num_draws += 1
+        key = int.from_bytes(blake2b(name.encode(), digest_size=16).digest(), "little")
+        return ((np.random.Philox(key=key).random_raw(count) >> np.uint64(12)) + 0.5) * 2.0**-52
+
+
+class DifficultyCurriculum(WeightedCurriculum):
     """Prefers prompts that are solved about half of the time, where a group's rewards vary most.
 
-    A prompt is drawn, without replacement in one draw, with a weight of 4 p (1 - p), at least 0.05: p is a moving
-    average of its accuracy (without one: its score), clipped to [0, 1], and 1/2 for a prompt that was never scored.
+    A prompt is drawn with a weight of 4 p (1 - p), at least 0.05: p is a moving average of its accuracy (without one:
+    its score), clipped to [0, 1], and 1/2 for a prompt that was never scored.
     """
 
+    topic = "difficulty curriculum"
     FLOOR = 0.05
     NEW = 0.5  # weight of the newest step in the average
 
     def __init__(self, data_source: PromptDataset, data_config: DataConfig, seed: int) -> None:
         super().__init__(data_source, data_config, seed)
         self.solved = np.full(len(data_source), np.nan, np.float32)
-        self.num_draws = 0
 
-    def choose(self, n: int) -> np.ndarray:
+    def weights(self) -> np.ndarray:
         solved = np.nan_to_num(self.solved.astype(np.float64), nan=0.5)
-        weights = np.maximum(4 * solved * (1 - solved), self.FLOOR)
-        rows: list[np.ndarray] = []
-        left = n
-        while left > 0:
-            # Efraimidis and Spirakis (2006): the k largest u^(1/w) are a weighted draw without replacement.
-            order = np.argsort(-np.log(self._uniform(len(weights))) / weights, kind="stable")
-            rows.append(order[:left])
-            left -= len(rows[-1])
-        return np.concatenate(rows)
+        return np.maximum(4 * solved * (1 - solved), self.FLOOR)
 
     def update(self, report: StepReport) -> None:
         scored = ~np.isnan(report.mean_acc)
@@ -184,21 +217,63 @@ class DifficultyCurriculum(AbstractCurriculumSampler):
             self.solved[row] = value if np.isnan(before) else (1 - self.NEW) * before + self.NEW * value
 
     def state_dict(self) -> dict[str, Any]:
-        return {"solved": pack(self.solved), "num_draws": self.num_draws}
+        return {"solved": pack(self.solved), **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.solved = unpack(state["solved"], np.float32)
-        self.num_draws = state["num_draws"]
-
-    def _uniform(self, count: int) -> np.ndarray:
-        """Return float64 (count,) in (0, 1), different at each call and the same in every run of this seed."""
-        name = f"difficulty curriculum {self.seed} {self.num_draws}"
-        self.num_draws += 1
-        key = int.from_bytes(blake2b(name.encode(), digest_size=16).digest(), "little")
-        return ((np.random.Philox(key=key).random_raw(count) >> np.uint64(12)) + 0.5) * 2.0**-52
 
 
-BUILT_IN = {"DifficultyCurriculum": DifficultyCurriculum}
+class LevelCurriculum(WeightedCurriculum):
+    """Begins with the lowest `extra_info.level` of each data source, and adds its next level when the accuracy in the
+    highest one so far, a moving average over steps, reaches `raise_at`. Rows without a level have level 0.
+    """
+
+    @dataclass(frozen=True)
+    class Parameters:
+        raise_at: float = param(0.8, gt=0, le=1, help="LevelCurriculum: accuracy from which the next level is drawn")
+
+    topic = "level curriculum"
+    NEW = 0.5  # weight of the newest step in the average
+
+    def __init__(self, data_source: PromptDataset, data_config: DataConfig, seed: int) -> None:
+        super().__init__(data_source, data_config, seed)
+        self.sources, self.source = np.unique(data_source.source_of_rows(), return_inverse=True)
+        self.level = np.array([level_of(info or {}) for info in data_source.values("extra_info")], np.int64)
+        self.highest = np.array([self.level[self.source == it].min() for it in range(len(self.sources))])
+        self.average = np.full(len(self.sources), np.nan)
+
+    def weights(self) -> np.ndarray:
+        return (self.level <= self.highest[self.source]).astype(np.float64)
+
+    def update(self, report: StepReport) -> None:
+        newest = (self.level[report.rows] == self.highest[self.source[report.rows]]) & ~np.isnan(report.mean_acc)
+        for source in np.unique(self.source[report.rows[newest]]).tolist():
+            value = report.mean_acc[newest & (self.source[report.rows] == source)].mean()
+            before = self.average[source]
+            self.average[source] = value if np.isnan(before) else (1 - self.NEW) * before + self.NEW * value
+            above = self.level[(self.source == source) & (self.level > self.highest[source])]
+            if len(above) and self.average[source] >= self.params.raise_at:
+                self.highest[source], self.average[source] = above.min(), np.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"highest": pack(self.highest), "average": pack(self.average), **super().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.highest, self.average = unpack(state["highest"], np.int64), unpack(state["average"], np.float64)
+
+
+def level_of(extra_info: Mapping[str, Any]) -> int:
+    """The number in `level`, which may be text such as "Level 3"; 0 if there is none."""
+    found = re.search(r"-?\d+", str(extra_info.get("level")))
+    return int(found[0]) if found else 0
+
+
+BUILT_IN: dict[str, type[AbstractCurriculumSampler]] = {
+    "DifficultyCurriculum": DifficultyCurriculum,
+    "LevelCurriculum": LevelCurriculum,
+}
 
 
 def load_class(path: str | None, name: str) -> type[AbstractCurriculumSampler]:

@@ -30,7 +30,7 @@ from hpcrl.sandbox.new_files import draft_of
 SPLITS = ("train", "val")
 DESCRIPTION = "dataset.json"
 HELD_OUT_SHARE, MAX_HELD_OUT = 20, 1000  # one row in so many, at most so many rows
-MAX_REPEATED_DRAWS = 10_000
+MAX_DRAWS_IN_VAIN = 10_000  # one after the other
 ROWS_WITH_PICTURES = 100  # of a row group, because a job reads whole ones
 
 
@@ -67,10 +67,10 @@ def prepare_files(
     train_files, val_files = find_files(name, source.files, folder, out)
     if val_files and val_rows is not None:
         raise InputError(f"--val-rows {val_rows}: {val_files[0]} has the validation rows of {name}; leave it out")
-    train = convert_files(source, "train", train_files, seed)
+    train = convert_files(source, "train", train_files, seed, out)
     inputs = {"train": files_summary(train_files, folder)}
     if val_files:
-        val = convert_files(source, "val", val_files, seed)
+        val = convert_files(source, "val", val_files, seed, out)
         inputs["val"] = files_summary(val_files, folder)
     else:
         wanted = min(max(len(train) // HELD_OUT_SHARE, 1), MAX_HELD_OUT) if val_rows is None else val_rows
@@ -78,12 +78,15 @@ def prepare_files(
     return compared(train, val, inputs, not val_files, drop_duplicates, threshold)
 
 
-def convert_files(source: FileSource, split: str, paths: Sequence[Path], seed: int) -> Split:
+def convert_files(source: FileSource, split: str, paths: Sequence[Path], seed: int, out: Path) -> Split:
     rows = RowCollector(source, split, seed)
     for path in paths:
         for where, row in read_rows(path):
             try:
-                rows.add(source.convert(row))
+                made = source.convert(row)
+                if source.stage is not None:
+                    source.stage(made, path.parent, out)
+                rows.add(made)
             except Dropped as reason:
                 rows.dropped[str(reason)] += 1
             except InputError as error:
@@ -98,24 +101,28 @@ def convert_files(source: FileSource, split: str, paths: Sequence[Path], seed: i
 def draw_rows(source: SyntheticSource, *, rows: int, val_rows: int, seed: int) -> Dataset:
     """Draw rows with different problems: first those for validation, so that they do not depend on `rows`.
 
-    Raises InputError if there are not so many different ones.
+    Raises InputError if there are not so many different ones that can be used.
     """
     rng = random.Random(seed)
     splits, problems = {}, set[int]()
     for split, count in (("val", val_rows), ("train", rows)):
         collector = RowCollector(source, split, seed)
-        repeated = 0
-        while collector.num_read < count:
+        in_vain = 0
+        while collector.num_read - collector.dropped.total() < count:
+            if in_vain == MAX_DRAWS_IN_VAIN:
+                reasons = "".join(f"; {reason} ({number})" for reason, number in collector.dropped.most_common())
+                raise InputError(f"--rows {rows}: found {len(problems)} different problems; draw fewer{reasons}")
+            in_vain += 1
             row = source.draw(rng)
             problem = collector.problem(row)
             if problem in problems:
-                repeated += 1
-                if repeated == MAX_REPEATED_DRAWS:
-                    raise InputError(f"--rows {rows}: found {len(problems)} different problems; draw fewer")
                 continue
-            repeated = 0
-            problems.add(problem)
-            collector.add(row)
+            try:
+                collector.add(row)
+                problems.add(problem)
+                in_vain = 0
+            except Dropped as reason:
+                collector.dropped[str(reason)] += 1
             collector.num_read += 1
         splits[split] = collector.split()
     return compared(splits["train"], splits["val"], {}, False, False, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import random
@@ -43,6 +44,7 @@ class FileSource:
     convert: row of a file -> columns of verl's schema without `extra_info.split` and `extra_info.index`; all rows have
         the same columns and types. Raises Dropped for a row, InputError for a file of something else.
     template: the prompt, with the columns of the file in braces.
+    stage: (row, folder of the file, folder of the dataset) copies what the row names below the dataset's folder.
     problem: what identifies the problem of a row whose prompt is a template with numbers in it, which are near
         duplicates as texts; None: the prompt. Rows of one problem are duplicates, and are held out together.
     """
@@ -51,6 +53,7 @@ class FileSource:
     convert: Callable[[Row], Row]
     template: str
     problem: Callable[[Row], str] | None = None
+    stage: Callable[[Row, Path, Path], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,23 @@ class SyntheticSource:
     problem: Callable[[Row], str]
 
 
+@dataclass(frozen=True)
+class ConfigurableSource:
+    """A dataset that is drawn as options of its own say. configured: from the parsed options; raises InputError."""
+
+    add_options: Callable[[argparse.ArgumentParser], None]
+    configured: Callable[[argparse.Namespace], SyntheticSource]
+
+
 Source: TypeAlias = FileSource | SyntheticSource
 
 
-def all_sources() -> dict[str, tuple[Source, str]]:
+def all_sources() -> dict[str, tuple[Source | ConfigurableSource, str]]:
     """Name -> the dataset, and one line about it: SOURCES of all modules in SOURCES_FOLDER, sorted by name.
 
     Raises ValueError if two of them have the same name.
     """
-    found: dict[str, tuple[Source, str]] = {}
+    found: dict[str, tuple[Source | ConfigurableSource, str]] = {}
     for path in sorted(SOURCES_FOLDER.glob("[!_]*.py")):
         sources = import_module(f"hpcrl.data.sources.{path.stem}").SOURCES
         if twice := sorted(found.keys() & sources.keys()):

@@ -118,11 +118,12 @@ def digest(part: Any) -> bytes:
 
 def require_right_answer(row: Row) -> None:
     """Raises Dropped if the rule for the row's data source does not give its own answer the full score."""
-    if "answer" not in row or row["reward_model"]["style"] != "rule":
+    if row.get("answer") is None or row["reward_model"]["style"] != "rule":
         return
-    data_source = row["data_source"]
+    data_source, truth = row["data_source"], row["reward_model"]["ground_truth"]
+    given = {"extra_info": row["extra_info"], "sandbox": "none"}  # the answer is no model's
     try:
-        found = scorer_for(data_source)(data_source, row["answer"], row["reward_model"]["ground_truth"])
+        found = scorer_for(data_source)(data_source, row["answer"], truth, **given)
     except ValueError:
         raise Dropped("a ground truth that its rule cannot use") from None
     if (found["score"] if isinstance(found, dict) else found) != 1:

@@ -356,12 +356,12 @@ def check_rewards(cfg: Scoring, data_sources: Iterable[str]) -> None:
         custom_function(cfg)
         return
     modules = {data_source: rule_for(data_source)[0] for data_source in sorted(set(data_sources))}
-    programs = [data_source for data_source, module in modules.items() if module.endswith(".code")]
+    programs = [data_source for data_source, module in modules.items() if module.endswith((".code", ".reasoning_gym"))]
     if programs and cfg.sandbox == "required" and not (isolation := probe_in_child()).complete:
         raise InputError(
-            f"data_source {programs[0]!r} runs programs that the model wrote, and this kernel does not isolate them "
+            f"data_source {programs[0]!r} runs what the model wrote, and this kernel does not isolate it "
             f"({isolation.why_not}); allow user namespaces with mounts, and seccomp filters (`hpcrl check`), or let "
-            "them run as you with reward.sandbox=best_effort"
+            "it run as you with reward.sandbox=best_effort"
         )
 
 

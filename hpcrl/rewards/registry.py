@@ -82,7 +82,7 @@ def is_whole(value: Any) -> bool:
 Scorer: TypeAlias = Callable[..., float | dict[str, Any]]
 
 # Name or pattern of a data source -> function in scorers/; the dispatch of verl's `default_compute_score`, with
-# those that it does not dispatch to: countdown, math_verify, sums, the drawn pictures, and the strict variants.
+# those that it does not dispatch to: countdown, math_verify, sums, the drawn pictures, reasoning_gym, the strict ones.
 RULES = {
     "gsm8k_strict": "strict.gsm8k",
     "math_strict": "strict.boxed",
@@ -113,6 +113,12 @@ RULES = {
     "hiyouga/geometry3k": "grader.geometry3k",
     "searchR1_*": "short_answers.search_r1",
     "math_verify": "math_answers.math_verify",
+    "reasoning_gym/*": "reasoning_gym.compute_score",
+}
+# Rule -> the package that it needs, as imported, and the extra that installs it
+PACKAGES = {
+    "math_answers.math_verify": ("math_verify", "math"),
+    "reasoning_gym.compute_score": ("reasoning_gym", "reasoning-gym"),
 }
 
 
@@ -124,10 +130,11 @@ def rule_for(data_source: str) -> tuple[str, str]:
     for pattern, rule in RULES.items():
         if fnmatchcase(data_source, pattern):
             module, _, function = rule.partition(".")
-            if function == "math_verify" and find_spec("math_verify") is None:
+            package, extra = PACKAGES.get(rule, ("hpcrl", ""))
+            if find_spec(package) is None:
                 raise InputError(
-                    f"data_source {data_source!r} needs the package math-verify, which is not installed; "
-                    "pip install 'hpcrl[math]'"
+                    f"data_source {data_source!r} needs the package {package.replace('_', '-')}, which is not "
+                    f"installed; pip install 'hpcrl[{extra}]'"
                 )
             return f"{__package__}.scorers.{module}", function
     near = get_close_matches(data_source, RULES, n=1, cutoff=0.5)

@@ -15,6 +15,7 @@ from hpcrl.data.curriculum import (
     AbstractCurriculumSampler,
     Curriculum,
     DifficultyCurriculum,
+    LevelCurriculum,
     StepReport,
     pack,
     step_report,
@@ -69,6 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ordered": {},
     "weighted": {"train_weights": [1.0, 2.0]},
     "difficulty": {"sampler": {"class_name": "DifficultyCurriculum"}},
+    "level": {"sampler": {"class_name": "LevelCurriculum", "LevelCurriculum": {"raise_at": 0.5}}},
     "own": {"sampler": {"class_path": "cycling.py", "class_name": "Cycling"}},
 }
 
@@ -169,6 +171,32 @@ def test_prompts_whose_scoring_failed_are_not_unsolved(dataset: PromptDataset, t
     report = StepReport(1, np.array([3, 4]), np.zeros(2, np.int64), *[numbers] * 2, np.array([np.nan, 0.5]), numbers)
     curriculum.update(report)
     assert np.isnan(curriculum.solved[3]) and curriculum.solved[4] == 0.5
+
+
+def test_levels_are_added_when_a_data_source_is_solved(tmp_path: Path, tokenizer: Any) -> None:
+    levels = {"a": [2, 0, "Level 1", 0, 2], "b": [None, 5]}
+    rows = [
+        {"prompt": f"{i} 1 2:", "data_source": source, "extra_info": {"level": level}}
+        for source, found in levels.items()
+        for i, level in enumerate(found)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = PromptDataset([str(tmp_path / "a.jsonl")], tokenizer, DataConfig())
+    curriculum = LevelCurriculum(dataset, DataConfig(), 0)
+
+    def step(rows: list[int], accs: list[float]) -> set[int]:
+        acc, zero = np.array(accs), np.zeros(len(rows), np.int64)
+        curriculum.update(StepReport(1, np.array(rows), zero, acc, acc, acc, acc))
+        return set(curriculum.choose(20).tolist())
+
+    assert set(curriculum.choose(3).tolist()) == set(curriculum.choose(7).tolist()) == {1, 3, 5}
+    assert step([1, 3, 5], [0.7, 0.8, np.nan]) == {1, 3, 5}
+    assert step([1, 3, 5], [1.0, 1.0, 1.0]) == {1, 2, 3, 5, 6}  # 0.875 in the mean over both steps
+    assert step([1, 3], [1.0, 1.0]) == {1, 2, 3, 5, 6}  # not of the highest level
+    other = LevelCurriculum(dataset, DataConfig(), 0)
+    other.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
+    assert other.choose(4).tolist() == curriculum.choose(4).tolist()
+    assert step([2], [1.0]) == set(range(7))
 
 
 def test_rows_drawn_twice_are_in_epochs_of_their_own() -> None:

@@ -19,9 +19,9 @@ class ShellTask(Environment):
 
     Entries of the row's extra_info: `task`, a folder or a tar archive with what is in /workspace at first (none: no
     file), and `test`, a command line that succeeds if the task is solved. It runs after a turn without a call; before
-    it `test_files`, {path: text}, are written, if there are any, so that the model cannot change them. The reward is 1
-    if it succeeds, else 0. What a command leaves running, such as a server, stays for the next turns, and is killed
-    before the test.
+    it `test_files`, {path: text} or pairs of these, are written, if there are any, so that the model cannot change
+    them. The reward is 1 if it succeeds, else 0. What a command leaves running, such as a server, stays for the next
+    turns, and is killed before the test.
 
     image: a root file system, see `hpcrl.sandbox.task_sandbox.TaskSandbox`. timeout, test_timeout: seconds of a command
     and of the test.
@@ -66,7 +66,7 @@ class ShellTask(Environment):
         if turn.calls and not turn.is_last:
             return Step(self.call_tools(turn.calls))
         self.box.end_processes()  # they could change the test's files
-        for path, text in (self.row.get("test_files") or {}).items():
+        for path, text in dict(self.row.get("test_files") or {}).items():
             self.box.write(path, text.encode())
         ran = self.box.run(self.row["test"], self.test_timeout)
         return Step(done=True, reward=float(ran.fate == "ok"), info={"acc": float(ran.fate == "ok"), "test": ran.fate})

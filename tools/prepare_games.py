@@ -1,0 +1,76 @@
+"""Writes data for the games of configs/environments: `python tools/prepare_games.py --out data/games`.
+
+For each game a file of rows for RL and one for validation, whose games are drawn from the row and the run's seed, and a
+file of games with random moves for the warm start, which shows the form of a move and no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpcrl.api import Environment, Turn
+from hpcrl.rollout.environments.environment import load_environment
+
+FOLDER = Path(__file__).parents[1] / "configs" / "environments"
+MAX_SEED = 2**31
+# Name -> class, arguments and moves; as in configs/games
+GAMES: dict[str, tuple[str, dict[str, int], Sequence[str]]] = {
+    "guess_number": ("GuessNumber", {"highest": 7, "guesses": 3}, "1234567"),
+    "grid_world": ("GridWorld", {"side": 4, "steps": 6}, "nswe"),
+}
+
+
+def played(make: Callable[[], Environment], moves: Sequence[str], rng: random.Random) -> list[dict[str, str]]:
+    """The messages of a game with random moves."""
+    game, row = make(), prompt()
+    messages = [*row, *game.reset({"prompt": row}, rng.randrange(MAX_SEED))]
+    done = False
+    while not done:
+        text = rng.choice(moves)
+        answers, done, *_ = game.step(Turn(text))
+        messages += [{"role": "assistant", "content": text}, *([] if done else answers)]
+    return messages
+
+
+def prompt() -> list[dict[str, str]]:
+    return [{"role": "system", "content": "Play."}]
+
+
+def row(name: str, index: int, split: str) -> dict[str, Any]:
+    truth = {"style": "rule", "ground_truth": ""}
+    info = {"index": index, "split": split}
+    return {"data_source": name, "prompt": prompt(), "ability": "game", "reward_model": truth, "extra_info": info}
+
+
+def main() -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("data/games"), help="folder to write")
+    parser.add_argument("--rows", type=int, default=8192, help="rows for RL, and games of the warm start")
+    parser.add_argument("--val-rows", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0, help="of the games of the warm start")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, (kind, kwargs, moves) in GAMES.items():
+        rng = random.Random(f"{name} {args.seed}")
+        make = partial(load_environment(str(FOLDER / f"{name}.py"), kind), **kwargs)
+        rows = {
+            "train": [row(name, index, "train") for index in range(args.rows)],
+            "val": [row(name, index, "val") for index in range(args.val_rows)],
+            "sft": [row(name, i, "sft") | {"messages": played(make, moves, rng)} for i in range(args.rows)],
+        }
+        for split, made in rows.items():
+            path = args.out / f"{name}_{split}.parquet"
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), path)
+            print(f"{path}: {len(made)} rows")
+
+
+if __name__ == "__main__":
+    main()
