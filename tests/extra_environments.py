@@ -38,7 +38,8 @@ def python_with(extra: str) -> str:
 
 def run(python: str, *arguments: str, modules: Path = ROOT) -> None:
     behind = {"MPI4PY_LIBMPI": str(MPI)} if MPI.exists() else {}  # of the wheel, which is found beside an interpreter
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{modules}", **behind}
+    path = f"{Path(python).parent}:{os.environ['PATH']}"  # verifiers starts programs of its environment
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{modules}", "PATH": path, **behind}
     ran = subprocess.run([python, "-m", "hpcrl", *arguments], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr or ran.stdout
 
@@ -66,8 +67,9 @@ def two_steps(python: str, folder: Path, **sections: dict[str, Any]) -> list[dic
 
 def rows(folder: Path) -> dict[str, Any]:
     """The section `data` of a job whose prompts are those of its environment."""
-    prompt = json.dumps({"prompt": [{"role": "system", "content": "Play."}], "data_source": "x", "extra_info": {}})
-    (folder / "rows.jsonl").write_text(f"{prompt}\n" * 8)
+    prompt = {"prompt": [{"role": "system", "content": "Play."}], "data_source": "x"}
+    lines = [json.dumps(prompt | {"extra_info": {"index": number % 4}}) for number in range(8)]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
     return {"train_batch_size": 4, "train_files": [str(folder / "rows.jsonl")]}
 
 

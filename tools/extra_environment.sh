@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make, once, an environment for the tests of an extra whose pins exclude those of others, and print its folder: its
 # packages, and behind them those of the interpreter PYTHON (.venv/bin/python). Half a minute, 500 MB at most.
-#   tools/extra_environment.sh openenv|reasoning-gym
+#   tools/extra_environment.sh openenv|reasoning-gym|verifiers
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -20,7 +20,7 @@ from tests.extra_environments import acts, python_with, rows, two_steps
 from tests.mpi.lab import ROOT
 
 gymnasium = pytest.mark.skipif(find_spec("gymnasium") is None, reason="gymnasium is not installed")
-ADAPTERS = "from hpcrl.api import GymnasiumEnvironment, OpenEnvEnvironment\n"
+ADAPTERS = "from hpcrl.api import GymnasiumEnvironment, OpenEnvEnvironment, VerifiersEnvironment\n"
 SUMS = """
 import random
 from openenv.core.env_server.http_server import create_app
@@ -52,6 +52,25 @@ if __name__ == "__main__":
     import sys, uvicorn
     app = create_app(Sums, Says, Reads, max_concurrent_envs=32)
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+# Random weights do not all miss it in the same way.
+TASKSET = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    number: int
+
+class Sum(vf.Task[Data]):
+    @vf.reward
+    async def hits(self, trace: vf.Trace) -> float:
+        return (sum(map(ord, trace.last_reply or "")) + self.data.number) % 7 / 7
+
+class Sums(vf.Taskset[Sum]):
+    def load(self):
+        for number in range(4):
+            yield Sum(Data(prompt=f"{number} 1", number=number), self.config.task)
+
+__all__ = ["Sums"]
 """
 PLAYS = """
 import json, sys
@@ -134,10 +153,25 @@ def test_openenv_in_process_and_behind_a_server(tmp_path: Path, server: tuple[st
     found = [json.loads(line) for line in played.splitlines()]
     for (question, wrong, right), as_json in ((found[0], found[1]), (found[2], found[3])):
         assert question in as_json[0] and wrong[0][0]["content"] == "no" and wrong[1:3] == [False, 0.0]
-        assert right[1:] == [True, 1.0, {"acc": 1.0, "return": 1.0}]
+        assert right[1:4] == [True, 1.0, {"acc": 1.0, "return": 1.0}]
         assert as_json[1][0][0]["content"].startswith("no action: ") and as_json[2][1:3] == [True, 1.0]
     (tmp_path / "adapters.py").write_text(ADAPTERS)
     kwargs = {"source": address, "action_field": "text", "text_field": "text"}
     rollout = acts(tmp_path / "adapters.py", "OpenEnvEnvironment", **kwargs)
     found = two_steps(python, tmp_path, data=rows(tmp_path), rollout=rollout)
     assert len(found) == 2 and all(line["env/steps"] >= 8 and line["env/errors"] == 0 for line in found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="verifiers 0.4 needs Python 3.11")
+def test_two_training_steps_of_verifiers(tmp_path: Path) -> None:
+    python = python_with("verifiers")
+    (tmp_path / "adapters.py").write_text(ADAPTERS)
+    (tmp_path / "tasks.py").write_text(TASKSET)
+    rollout = acts(tmp_path / "adapters.py", "VerifiersEnvironment", taskset="tasks", harness="null")
+    rollout["multi_turn"]["environment"]["timeout"] = 200.0
+    found = two_steps(python, tmp_path, data=rows(tmp_path), rollout=rollout)
+    assert len(found) == 2
+    for line in found:
+        assert line["env/steps"] == 8 and line["env/errors"] == 0
+        assert 0 < line["env/hits/mean"] == pytest.approx(line["critic/score/mean"])
