@@ -47,6 +47,7 @@ class Response:
             self.versions = (self.versions[0] if self.versions else version, version)
 
     def finish(self, done: Trajectory, version: int) -> None:
+        """version: of the weights, if it has no token of theirs because its environment failed."""
         self.done, self.versions = done, self.versions or (version, version)
 
 
@@ -178,7 +179,7 @@ class ResponseStream:
         if self._must_end:
             return True, [], []
         new: list[Response] = []
-        while not self._is_stopped and self._waiting and len(self._running) + len(new) < self.capacity:
+        while self._can_start(len(new)):
             response = self._waiting.popleft()
             if not self._recall(response):
                 new.append(response)
@@ -188,7 +189,11 @@ class ResponseStream:
     def _has_news(self) -> bool:
         """Whether an engine without work would get some, or end. On the leader."""
         self._is_stopped = self._poll()
-        return self._must_end or bool(self._results) or (bool(self._waiting) and not self._is_stopped)
+        return self._must_end or bool(self._results) or self._can_start()
+
+    def _can_start(self, num_new: int = 0) -> bool:
+        """Whether a response can start, beside `num_new` others. On the leader."""
+        return not self._is_stopped and bool(self._waiting) and len(self._running) + num_new < self.capacity
 
     def _start(self, response: Response) -> Request | None:
         """Start a response, on every rank; None: its conversation waits for a prompt."""

@@ -255,10 +255,9 @@ class TurnTemplate:
         ]
         return found if self._has_tool_role else [self._as_user(message) for message in found]
 
-    def spells(self, token_ids: np.ndarray, other: np.ndarray) -> bool:
-        """Whether two sequences of tokens are the same text."""
-        texts = [self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (token_ids, other)]
-        return texts[0] == texts[1]
+    def same_text(self, *token_ids: np.ndarray) -> bool:
+        """Whether sequences of tokens are the same text."""
+        return len({self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in token_ids}) == 1
 
     def clean(self, text: str) -> str:
         """Remove special tokens and characters outside the alphabet."""

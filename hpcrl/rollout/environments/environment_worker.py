@@ -20,7 +20,8 @@ from hpcrl.sandbox.worker import Outcome, Ready, describe, use_one_thread
 
 ROLES = ("user", "tool", "system")
 MAX_MESSAGES = 64  # of one step
-MAX_PROMPT = 1024, 2**20  # messages of a new conversation, and their characters
+MAX_PROMPT_MESSAGES = 1024  # of a new conversation
+MAX_PROMPT_CHARACTERS = 2**20
 MAX_INFO = 64  # entries
 MAX_TEXT = 4096  # characters of a name
 NAMES = {"name": MAX_TEXT, "tool_call_id": MAX_TEXT, "reasoning_content": MAX_PROMPT[1]}  # further texts of a message
@@ -163,12 +164,13 @@ def checked_messages(messages: Any, what: str) -> list[Message]:
 
 def checked_prompt(messages: Any) -> list[Message]:
     """Return the messages of a new conversation. Raises TypeError for what is none, and ValueError for a long one."""
-    found = [_message(it, "step", (*ROLES, "assistant")) for it in _list_of(messages, "step")[: MAX_PROMPT[0] + 1]]
-    size = len(found), sum(len(str(message)) for message in found)
-    if size > MAX_PROMPT or size[1] > MAX_PROMPT[1]:
+    given = _list_of(messages, "step")
+    found = [_message(it, "step", (*ROLES, "assistant")) for it in given[:MAX_PROMPT_MESSAGES]]
+    size = sum(len(str(message)) for message in found)
+    if len(given) > MAX_PROMPT_MESSAGES or size > MAX_PROMPT_CHARACTERS:
         raise ValueError(
-            f"step returned a new conversation of {size[0]} messages and {size[1]} characters; expected at most "
-            f"{MAX_PROMPT[0]} and {MAX_PROMPT[1]}"
+            f"step returned a new conversation of {len(given)} messages and {size} characters; expected at most "
+            f"{MAX_PROMPT_MESSAGES} and {MAX_PROMPT_CHARACTERS}"
         )
     return found
 

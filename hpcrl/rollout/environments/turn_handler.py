@@ -213,7 +213,7 @@ class TurnHandler:
             return answer
         rendered = self.prompt_of(dialog.prompt, [*dialog.messages, *messages], dialog.tools)
         read = np.concatenate([dialog.conversation.context_ids(), answer.token_ids])
-        return answer if self.template.spells(read, rendered) else Answer(rendered, is_prompt=True)
+        return answer if self.template.same_text(read, rendered) else Answer(rendered, is_prompt=True)
 
     def _end(self, number: int, finish_reason: FinishReason) -> None:
         dialog = self._dialogs.pop(number)
@@ -224,7 +224,8 @@ class TurnHandler:
 
 def _as_text(message: Message) -> Message:
     """The message with `<image>` for each picture, for the simulated user."""
-    return {"role": message["role"], "content": "<image>" * len(message.get("images", ())) + message["content"]}
+    content = "<image>" * len(message.get("images", ())) + message["content"]
+    return {key: it for key, it in message.items() if key != "images"} | {"content": content}
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hpcrl.rollout.environments import chat_server
-from hpcrl.rollout.environments.chat_completions import BadRequest, ChatRequest, answer_of
+from hpcrl.rollout.environments.chat_completions import BadRequest, ChatRequest, answer_of, is_same
 from hpcrl.rollout.environments.chat_server import Asked, ChatServer
 from hpcrl.rollout.environments.environment import Turn
 from hpcrl.rollout.environments.tools import BadCall, ToolCall
@@ -168,3 +168,17 @@ def test_calls_of_a_turn() -> None:
     assert found["content"] == "so" and [it["id"] for it in found["tool_calls"]] == ["call00007"]
     assert found["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": "2", "c": "3"}
     assert answer_of(Turn("<tool_call>x", [BadCall("not JSON")]), tools, 0)["content"] == "<tool_call>x"
+
+
+def test_what_continues_a_conversation() -> None:
+    """Programs strip texts and number calls anew; what they change otherwise is another conversation."""
+    answer = answer_of(Turn(" so\n<tool_call>...", [ToolCall("f", {"a": 1, "b": 2})]), [], 0)
+
+    def sent(content: str, name: str = "f", arguments: str = '{"b": 2, "a": 1}') -> Any:
+        call = {"id": "mine", "type": "function", "function": {"name": name, "arguments": arguments}}
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return ChatRequest.of(json.dumps({"messages": [message]}).encode()).messages[0]
+
+    assert is_same(sent("so"), answer) and is_same(sent(" so "), answer)
+    for other in (sent("s"), sent("so", "g"), sent("so", "f", "{}"), {"role": "assistant", "content": "so"}):
+        assert not is_same(other, answer)
