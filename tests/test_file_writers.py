@@ -20,7 +20,7 @@ ELSEWHERE = {
     "sandbox/isolation": "/proc",
     "sandbox/untrusted_folder": "new files, in folders that it opens without links",
     "sandbox/task_archive": "new files, in folders of untrusted_folder",
-    "sandbox/task_command": "/proc",
+    "sandbox/watched_child": "/proc",
     "sandbox/task_supervisor": "pipes; files by processes inside the sandbox",
     "sandbox/writable_files": "in the tmpfs of its own mount namespace",
     "sandbox/process_tree": "/proc",
