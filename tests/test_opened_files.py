@@ -53,7 +53,7 @@ ELSEWHERE = {  # module -> how many places, and which files
     "runtime/watchdog.py": (1, MADE),
     "sandbox/mounts.py": (2, PROC),
     "sandbox/task_archive.py": (1, f"{CHECKED}: its contents are"),
-    "sandbox/task_supervisor.py": (3, "pipes; files inside the sandbox by processes there"),
+    "sandbox/task_supervisor.py": (4, "pipes; files inside the sandbox by processes there"),
     "sandbox/writable_files.py": (1, "the task's folder, links as links, into a tmpfs"),
     "sandbox/process_tree.py": (6, PROC),
     "sandbox/fork_server.py": (2, f"{PROC}; {MADE}"),
@@ -73,6 +73,10 @@ ELSEWHERE = {  # module -> how many places, and which files
 
 LISTENERS = {  # module -> how many places, and what listens; docs/security.md says until when and to whom
     "forecast/memory/meta.py": (1, "torch's fake process group: nothing"),
+    "rollout/environments/chat_server.py": (
+        3,
+        "a port of loopback or a Unix socket, for clients with the trajectory's key",
+    ),
     "rollout/engines/tensorrt_llm/signatures.py": (1, "nothing: arguments of a signature"),
     "run/rollouts/streaming.py": (1, "nothing: the controller's own method"),
     "runtime/gpus.py": (2, "nothing: CPUs of a process"),
