@@ -16,13 +16,14 @@ from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.data.chat import messages_of
 from hpcrl.data.media import MediaReader
 from hpcrl.data.prompts import prompt_ids
-from hpcrl.rollout.environments.conversation import Conversation, Message, TurnTemplate
+from hpcrl.rollout.environments.conversation import Conversation
 from hpcrl.rollout.environments.environment import Schema
 from hpcrl.rollout.environments.environment_responder import EnvironmentResponder, environment_pool
 from hpcrl.rollout.environments.tool_responder import ToolResponder
 from hpcrl.rollout.environments.tool_worker import AgentSource
 from hpcrl.rollout.environments.tools import PARSERS, tool_schemas
 from hpcrl.rollout.environments.turn_handler import Responder, TurnHandler, TurnResult
+from hpcrl.rollout.environments.turn_template import Message, TurnTemplate
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, ToolPicture, Trajectory
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import broadcast_object, wait_until

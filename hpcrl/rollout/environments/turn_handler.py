@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
-from hpcrl.rollout.environments.conversation import Answer, Conversation, Message, TurnTemplate
+from hpcrl.rollout.environments.conversation import Answer, Conversation
 from hpcrl.rollout.environments.environment import Schema
+from hpcrl.rollout.environments.turn_template import Message, TurnTemplate
 from hpcrl.rollout.protocol import FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:

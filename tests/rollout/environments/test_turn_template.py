@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.rollout.environments.conversation import MODEL_TURN_MARK, TurnTemplate
+from hpcrl.rollout.environments.turn_template import MODEL_TURN_MARK, TurnTemplate
 from hpcrl.runtime.exits import InputError
 from tests.chat_families import FAMILIES
 
