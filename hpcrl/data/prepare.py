@@ -113,11 +113,11 @@ def draw_rows(source: SyntheticSource, *, rows: int, val_rows: int, seed: int) -
                 reasons = "".join(f"; {reason} ({number})" for reason, number in collector.dropped.most_common())
                 raise InputError(f"--rows {rows}: found {len(problems)} different problems; draw fewer{reasons}")
             in_vain += 1
-            row = source.draw(rng)
-            problem = collector.problem(row)
-            if problem in problems:
-                continue
             try:
+                row = source.draw(rng)
+                problem = collector.problem(row)
+                if problem in problems:
+                    continue
                 collector.add(row)
                 problems.add(problem)
                 in_vain = 0
