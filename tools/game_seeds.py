@@ -5,20 +5,23 @@
 Draws data (tools/prepare_games.py), unless it is there; then runs SFT and GiGPO for both games and each seed on one
 rank (runs that are complete are not repeated); overrides that begin with sft. are SFT's, the others GiGPO's. Prints
 tables of accuracy on 256 games (greedy, and of 4 samples), entropy and minutes, and writes
-runs/game_seeds/GAME/curves.png. Takes MINUTES minutes per seed and game on one core.
+runs/game_seeds/GAME/curves.png. Takes 2 to 5 minutes per seed and game on one core.
 """
 
 from seeds import Study
 
-GAMES = ("guess_number", "grid_world")
+STUDIES = {
+    game: Study(
+        folder=f"runs/game_seeds/{game}",
+        needs={f"data/games/{game}_train.parquet": "tools/prepare_games.py --out data/games"},
+        sft=f"configs/games/{game}_sft.yaml",
+        algorithms={"gigpo": f"configs/games/{game}.yaml"},
+        tasks=(game,),
+        ranks=1,
+    )
+    for game in ("grid_world", "guess_number")
+}
 
 if __name__ == "__main__":
-    for game in GAMES:
-        Study(
-            folder=f"runs/game_seeds/{game}",
-            needs={f"data/games/{game}_train.parquet": "tools/prepare_games.py --out data/games"},
-            sft=f"configs/games/{game}_sft.yaml",
-            algorithms={"gigpo": f"configs/games/{game}.yaml"},
-            tasks=(game,),
-            ranks=1,
-        ).main(__doc__)
+    for study in STUDIES.values():
+        study.main(__doc__)

@@ -1,4 +1,4 @@
-"""Guess a number, a guess in each turn. A wrong guess has the share of numbers that its answer rules out as reward."""
+"""Guess a number, a guess in each turn. A wrong guess costs half of the share of numbers that are still possible."""
 
 import random
 import re
@@ -22,7 +22,7 @@ class GuessNumber(Environment):
         found = re.search(r"\d+", turn.text)
         self.left -= 1
         if found is None:
-            return Step(done=True, reward=-0.5, info={"acc": 0.0})
+            return Step(done=True, reward=-2.0, info={"acc": 0.0})
         guess = int(found[0])
         if guess == self.number:
             return Step(done=True, reward=1.0, info={"acc": 1.0, "guesses_left": self.left})
@@ -32,6 +32,6 @@ class GuessNumber(Environment):
         else:
             self.high = min(self.high, guess - 1)
         answer = "higher" if guess < self.number else "lower"
-        ruled_out = 1 - (self.high - self.low + 1) / before
+        left = (self.high - self.low + 1) / before
         is_over = not self.left or turn.is_last
-        return Step([{"role": "user", "content": f"{answer}, {self.state}"}], is_over, ruled_out, {"acc": 0.0})
+        return Step([{"role": "user", "content": f"{answer}, {self.state}"}], is_over, -left / 2, {"acc": 0.0})
