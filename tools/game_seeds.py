@@ -1,8 +1,8 @@
-"""The claim of docs/extending/environment.md, measured: GRPO with rewards of turns lifts games over their warm start.
+"""The claim of docs/extending/environment.md, measured: GRPO with rewards of turns lifts a game over its warm start.
 
     .venv/bin/python tools/game_seeds.py [key=value ...] [--seeds 0 1 2]
 
-Draws data (tools/prepare_games.py), unless it is there; then runs SFT and GiGPO for both games and each seed on one
+Draws data (tools/prepare_games.py), unless it is there; then runs SFT and GiGPO for each seed on one
 rank (runs that are complete are not repeated); overrides that begin with sft. are SFT's, the others GiGPO's. Prints
 tables of accuracy on 256 games (greedy, and of 4 samples), entropy and minutes, and writes
 runs/game_seeds/GAME/curves.png. Takes 2 to 5 minutes per seed and game on one core.
@@ -19,7 +19,7 @@ STUDIES = {
         tasks=(game,),
         ranks=1,
     )
-    for game in ("grid_world", "guess_number")
+    for game in ("grid_world",)
 }
 
 if __name__ == "__main__":

@@ -18,15 +18,9 @@ from hpcrl.rollout.environments.environment import load_environment
 
 FOLDER = Path(__file__).parents[1] / "configs" / "environments"
 MAX_SEED = 2**31
-HIGHEST = 7
 GOOD_SHARE = 0.25  # of the moves of the warm start; the others are random
 
 Moves = Callable[[Any, random.Random], str]
-
-
-def guess(game: Any, rng: random.Random) -> str:
-    """The middle of what is possible, or any number."""
-    return str((game.low + game.high) // 2 if rng.random() < GOOD_SHARE else rng.randint(1, HIGHEST))
 
 
 def walk(game: Any, rng: random.Random) -> str:
@@ -37,7 +31,6 @@ def walk(game: Any, rng: random.Random) -> str:
 
 # Name -> class, arguments and moves; as in configs/games
 GAMES: dict[str, tuple[str, dict[str, int], Moves]] = {
-    "guess_number": ("GuessNumber", {"highest": HIGHEST, "guesses": 3}, guess),
     "grid_world": ("GridWorld", {"side": 4, "steps": 6}, walk),
 }
 
