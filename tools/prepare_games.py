@@ -1,14 +1,14 @@
 """Writes data for the games of configs/environments: `python tools/prepare_games.py --out data/games`.
 
 For each game a file of rows for RL and one for validation, whose games are drawn from the row and the run's seed, and a
-file of games with random moves for the warm start, which shows the form of a move and no more.
+file of games for the warm start, in which most moves are random.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,30 @@ from hpcrl.rollout.environments.environment import load_environment
 
 FOLDER = Path(__file__).parents[1] / "configs" / "environments"
 MAX_SEED = 2**31
+GOOD_SHARE = 0.25  # of the moves of the warm start; the others are random
+
+Moves = Callable[[Any, random.Random], str]
+
+
+def walk(game: Any, rng: random.Random) -> str:
+    """A step towards the place, or any."""
+    towards = [way[0] for way in game.direction().split()]
+    return rng.choice(towards if rng.random() < GOOD_SHARE else "nswe")
+
+
 # Name -> class, arguments and moves; as in configs/games
-GAMES: dict[str, tuple[str, dict[str, int], Sequence[str]]] = {
-    "guess_number": ("GuessNumber", {"highest": 7, "guesses": 3}, "1234567"),
-    "grid_world": ("GridWorld", {"side": 4, "steps": 6}, "nswe"),
+GAMES: dict[str, tuple[str, dict[str, int], Moves]] = {
+    "grid_world": ("GridWorld", {"side": 4, "steps": 6}, walk),
 }
 
 
-def played(make: Callable[[], Environment], moves: Sequence[str], rng: random.Random) -> list[dict[str, str]]:
-    """The messages of a game with random moves."""
+def played(make: Callable[[], Environment], moves: Moves, rng: random.Random) -> list[dict[str, str]]:
+    """The messages of a game."""
     game, row = make(), prompt()
     messages = [*row, *game.reset({"prompt": row}, rng.randrange(MAX_SEED))]
     done = False
     while not done:
-        text = rng.choice(moves)
+        text = moves(game, rng)
         answers, done, *_ = game.step(Turn(text))
         messages += [{"role": "assistant", "content": text}, *([] if done else answers)]
     return messages

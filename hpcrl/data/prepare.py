@@ -30,7 +30,7 @@ from hpcrl.sandbox.new_files import draft_of
 SPLITS = ("train", "val")
 DESCRIPTION = "dataset.json"
 HELD_OUT_SHARE, MAX_HELD_OUT = 20, 1000  # one row in so many, at most so many rows
-MAX_DRAWS_IN_VAIN = 10_000  # one after the other
+MAX_USELESS_DRAWS = 10_000  # one after the other
 ROWS_WITH_PICTURES = 100  # of a row group, because a job reads whole ones
 
 
@@ -107,20 +107,20 @@ def draw_rows(source: SyntheticSource, *, rows: int, val_rows: int, seed: int) -
     splits, problems = {}, set[int]()
     for split, count in (("val", val_rows), ("train", rows)):
         collector = RowCollector(source, split, seed)
-        in_vain = 0
+        num_useless = 0
         while collector.num_read - collector.dropped.total() < count:
-            if in_vain == MAX_DRAWS_IN_VAIN:
+            if num_useless == MAX_USELESS_DRAWS:
                 reasons = "".join(f"; {reason} ({number})" for reason, number in collector.dropped.most_common())
                 raise InputError(f"--rows {rows}: found {len(problems)} different problems; draw fewer{reasons}")
-            in_vain += 1
-            row = source.draw(rng)
-            problem = collector.problem(row)
-            if problem in problems:
-                continue
+            num_useless += 1
             try:
+                row = source.draw(rng)
+                problem = collector.problem(row)
+                if problem in problems:
+                    continue
                 collector.add(row)
                 problems.add(problem)
-                in_vain = 0
+                num_useless = 0
             except Dropped as reason:
                 collector.dropped[str(reason)] += 1
             collector.num_read += 1
