@@ -191,6 +191,7 @@ def write(
         "template": source.template,
         "seed": seed,
         "pyarrow": pyarrow.__version__,
+        **({"drawn_from": source.drawn_from} if isinstance(source, SyntheticSource) and source.drawn_from else {}),
         "inputs": dataset.inputs,
         "val_is_held_out_of_train": dataset.held_out,
         "splits": described,

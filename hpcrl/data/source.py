@@ -6,8 +6,8 @@ import argparse
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -58,11 +58,15 @@ class FileSource:
 
 @dataclass(frozen=True)
 class SyntheticSource:
-    """A dataset that is drawn: `draw` returns one row, and no two rows of the dataset have the same problem."""
+    """A dataset that is drawn: `draw` returns one row, and no two rows of the dataset have the same problem.
+
+    drawn_from: what else the rows depend on, for dataset.json.
+    """
 
     draw: Callable[[random.Random], Row]
     template: str
     problem: Callable[[Row], str]
+    drawn_from: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -65,7 +66,15 @@ def mixture(parsed: argparse.Namespace) -> SyntheticSource:
         level = rng.choice(task.levels) if task.levels else None
         return row_of(task.name, level, next(entries[task.name, level]))
 
-    return SyntheticSource(draw, TEMPLATE, problem=lambda row: row["data_source"] + prompt_text(row["prompt"]))
+    return SyntheticSource(
+        draw,
+        TEMPLATE,
+        problem=lambda row: row["data_source"] + prompt_text(row["prompt"]),
+        drawn_from={
+            "tasks": [task._asdict() | {"levels": task.levels and list(task.levels)} for task in tasks],
+            "reasoning_gym": version("reasoning-gym"),
+        },
+    )
 
 
 def entries_of(name: str, level: int | None, seed: int) -> Iterator[dict[str, Any]]:
