@@ -1,47 +1,38 @@
-"""Writes data for the games of configs/environments: `python tools/prepare_games.py --out data/games`.
+"""Writes data for configs/environments/grid_world.py: `python tools/prepare_games.py --out data/games`.
 
-For each game a file of rows for RL and one for validation, whose games are drawn from the row and the run's seed, and a
-file of games for the warm start, in which most moves are random.
+A file of rows for RL and one for validation, whose games are drawn from the row and the run's seed, and a file of games
+for the warm start, in which most moves are random.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpcrl.api import Environment, Turn
 from hpcrl.rollout.environments.environment import load_environment
 
-FOLDER = Path(__file__).parents[1] / "configs" / "environments"
+NAME = "grid_world"
+FILE = Path(__file__).parents[1] / "configs" / "environments" / f"{NAME}.py"
 MAX_SEED = 2**31
 GOOD_SHARE = 0.25  # of the moves of the warm start; the others are random
 
-Moves = Callable[[Any, random.Random], str]
 
-
-def walk(game: Any, rng: random.Random) -> str:
+def move(game: Any, rng: random.Random) -> str:
     """A step towards the place, or any."""
     towards = [way[0] for way in game.direction().split()]
     return rng.choice(towards if rng.random() < GOOD_SHARE else "nswe")
 
 
-# Name -> class, arguments and moves; as in configs/games
-GAMES: dict[str, tuple[str, dict[str, int], Moves]] = {
-    "grid_world": ("GridWorld", {"side": 4, "steps": 6}, walk),
-}
-
-
-def played(make: Callable[[], Environment], moves: Moves, rng: random.Random) -> list[dict[str, str]]:
+def played(game: Environment, rng: random.Random) -> list[dict[str, str]]:
     """The messages of a game."""
-    game, row = make(), prompt()
+    row = prompt()
     messages = [*row, *game.reset({"prompt": row}, rng.randrange(MAX_SEED))]
     done = False
     while not done:
-        text = moves(game, rng)
+        text = move(game, rng)
         answers, done, *_ = game.step(Turn(text))
         messages += [{"role": "assistant", "content": text}, *([] if done else answers)]
     return messages
@@ -51,10 +42,10 @@ def prompt() -> list[dict[str, str]]:
     return [{"role": "system", "content": "Play."}]
 
 
-def row(name: str, index: int, split: str) -> dict[str, Any]:
+def row(index: int, split: str) -> dict[str, Any]:
     truth = {"style": "rule", "ground_truth": ""}
     info = {"index": index, "split": split}
-    return {"data_source": name, "prompt": prompt(), "ability": "game", "reward_model": truth, "extra_info": info}
+    return {"data_source": NAME, "prompt": prompt(), "ability": "game", "reward_model": truth, "extra_info": info}
 
 
 def main() -> None:
@@ -68,18 +59,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the games of the warm start")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, (kind, kwargs, moves) in GAMES.items():
-        rng = random.Random(f"{name} {args.seed}")
-        make = partial(load_environment(str(FOLDER / f"{name}.py"), kind), **kwargs)
-        rows = {
-            "train": [row(name, index, "train") for index in range(args.rows)],
-            "val": [row(name, index, "val") for index in range(args.val_rows)],
-            "sft": [row(name, i, "sft") | {"messages": played(make, moves, rng)} for i in range(args.rows)],
-        }
-        for split, made in rows.items():
-            path = args.out / f"{name}_{split}.parquet"
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), path)
-            print(f"{path}: {len(made)} rows")
+    rng = random.Random(f"{NAME} {args.seed}")
+    kind: Any = load_environment(str(FILE), "GridWorld")
+    rows = {
+        "train": [row(index, "train") for index in range(args.rows)],
+        "val": [row(index, "val") for index in range(args.val_rows)],
+        "sft": [row(i, "sft") | {"messages": played(kind(side=4, steps=6), rng)} for i in range(args.rows)],
+    }
+    for split, made in rows.items():
+        path = args.out / f"{NAME}_{split}.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), path)
+        print(f"{path}: {len(made)} rows")
 
 
 if __name__ == "__main__":

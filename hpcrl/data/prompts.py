@@ -299,7 +299,7 @@ def prompt_ids(
         text = prompt
     else:
         template = ChatTemplate.of_data(tokenizer, cfg)
-        template = template if tools is None else template.with_option("tools", list(tools))
+        template = template if tools is None else template.with_option("tools", list(tools) or None)
         text = template.text(prompt, where, generation_prompt=True)
     (ids,) = encode_texts(tokenizer, [text], [where], is_text)
     if not ids:

@@ -83,9 +83,11 @@ class RowCollector:
             self._flush()
 
     def _require_new(self, row: Row) -> None:
-        """An SFT or a preference row is its prompt, pictures and answers; another row is its prompt and pictures."""
+        """An SFT or a preference row is its prompt, pictures and answers; another row is its prompt and pictures, with
+        its problem where the dataset names one."""
         answers = map(row.get, ("answer", "messages", "chosen", "rejected"))
-        identity = digest([row["prompt"], picture_key(row.get("images")), *answers])
+        problem = self._source.problem(row) if self._source.problem is not None else None
+        identity = digest([row["prompt"], picture_key(row.get("images")), *answers, problem])
         truth = digest(row["reward_model"])
         if identity in self._truths:
             same = self._truths[identity] == truth

@@ -105,7 +105,8 @@ class ResponseStream:
         responses = [response for group in groups for response in sorted(self._done.pop(group), key=by_index)]
         requests = [response.request for response in responses]
         trajectories = [response.done for response in responses if response.done is not None]
-        found = response_columns(requests, trajectories)
+        width = self.worker.routed_width if self.worker.config.actor.router_replay.mode == "R3" else 0
+        found = response_columns(requests, trajectories, width)
         if self.agent is not None and self._turns is not None:
             found = found.union(conversation_columns(trajectories, self.worker.config.rollout.multi_turn))
             counts = self._turns.responder.metrics()
@@ -170,12 +171,12 @@ class ResponseStream:
     def _decide(self, idle: bool) -> tuple[bool, list[Response], list[TurnResult]] | None:
         """Whether to stop, the responses to start, and what follows turns of others; None: nothing of it."""
         self._is_stopped = self._poll()
-        if idle and not self._has_news():
+        if idle:
             self._count_busy()
-            began = time.perf_counter()
-            wait_for_ranks(self._has_news)
-            self._since = time.perf_counter()
-            self._waited += self._since - began if self._running else 0.0
+            if not self._has_news():
+                began = time.perf_counter()
+                wait_for_ranks(self._has_news)
+                self._waited += time.perf_counter() - began if self._running else 0.0
         if self._must_end:
             return True, [], []
         new: list[Response] = []
@@ -188,6 +189,7 @@ class ResponseStream:
 
     def _has_news(self) -> bool:
         """Whether an engine without work would get some, or end. On the leader."""
+        self._since = time.perf_counter()  # it is not busy
         self._is_stopped = self._poll()
         return self._must_end or bool(self._results) or self._can_start()
 

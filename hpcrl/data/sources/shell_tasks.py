@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tarfile
 from functools import cache
@@ -36,7 +37,7 @@ def stage_task(row: Row, folder: Path, out: Path) -> None:
     path = (folder / task).resolve()
     if not path.exists() or not path.is_relative_to(folder.resolve()):
         raise InputError(f"column 'task': {task!r} is not in {folder}; expected a folder or a tar archive below it")
-    name = f"{path.name.partition('.')[0]}_{blake2b(task.encode(), digest_size=4).hexdigest()}"
+    name = f"{path.name.partition('.')[0]}_{blake2b(str(path).encode(), digest_size=16).hexdigest()}"
     row["extra_info"]["task"] = str(unpacked(path, out.resolve() / STAGED / name))
 
 
@@ -63,6 +64,9 @@ SOURCES: dict[str, tuple[Source, str]] = {
             convert=convert_task,
             stage=stage_task,
             template="{prompt}",
+            problem=lambda row: json.dumps(
+                [row["prompt"], *(row["extra_info"][it] for it in ("task", "test", "test_files"))]
+            ),
         ),
         "Tasks for hpcrl.api.ShellTask: tasks.jsonl with prompt, task (a folder or tar), test and test_files.",
     ),

@@ -317,7 +317,9 @@ class TrainingPlan:
             return 0
         leaders = Counter(rank // config.job.ntasks_per_node for rank in layout.leaders)
         samples = math.ceil(config.data.train_batch_size * config.rollout.n / layout.dp)
-        num_open = min(cfg.max_open or config.rollout.max_num_seqs, samples)
+        most = cfg.max_open or config.rollout.max_num_seqs
+        is_stream = config.async_training.mode == "bounded_staleness"  # a validation runs beside it
+        num_open = 2 * most if is_stream else min(most, samples)
         return max(leaders.values()) * num_open * cfg.memory_limit_mb * MIB
 
     def pictures_on_host(self, place: Place) -> int:

@@ -18,7 +18,16 @@ from hpcrl.observe.record.archive import step_path
 OF_A_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/", "global_seqlen/", "fully_async/")
 # Metrics of generation and of validation, which a step on recorded samples does not repeat.
 OF_GENERATION = (
-    *("val-core/", "val-aux/", "val/", "tools/", "training/num_turns/", "tool_call_counts/", "training/off_policy/"),
+    *(
+        "val-core/",
+        "val-aux/",
+        "val/",
+        "tools/",
+        "env/",
+        "training/num_turns/",
+        "tool_call_counts/",
+        "training/off_policy/",
+    ),
     *(
         "training/num_sequences/",
         "training/filter_groups/",

@@ -15,6 +15,8 @@ from hpcrl.sandbox.program import run_python
 
 PREFIX = "reasoning_gym/"  # of data sources
 EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")  # sympy's parser evaluates, too
+# No answer has these, and with them evaluated text could read the right answer, or print a score of its own.
+REACHES = re.compile(r"__|\b(breakpoint|eval|exec|getattr|globals|import|locals|open|print|vars)\b")
 PROGRAM = """
 import json, sys
 from reasoning_gym import get_score_answer_fn
@@ -44,7 +46,9 @@ def compute_score(
     answer = (last if opened else solution_str.rpartition("</think>")[2]).strip()
     entry = {"question": "", "answer": ground_truth or None, "metadata": json.loads(extra_info["metadata"])}
     task = data_source.removeprefix(PREFIX)
-    if sandbox != "none" and evaluates(task):
+    if evaluates(task) and REACHES.search(answer):
+        score = 0.0
+    elif sandbox != "none" and evaluates(task):
         score = isolated_score(task, answer, entry, best_effort=sandbox == "best_effort")
     else:
         score = float(scorer_of(task)(answer, entry))

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
 from hpcrl.rollout.environments.chat_completions import answer_of, completion_of, is_same
-from hpcrl.rollout.environments.chat_server import Asked, ChatServer
+from hpcrl.rollout.environments.chat_server import ChatServer, PendingRequest
 from hpcrl.rollout.environments.environment import Environment, Message, Schema, Step, Turn
 
 END_SECONDS = 3.0  # for a program to end after its trajectory has
@@ -44,7 +44,7 @@ class AgentEnvironment(Environment):
     unix_socket: bool = False
     socket_path: str | None = None
     seed: int = 0
-    _asked: Asked
+    _pending: PendingRequest
     _messages: list[Message]
     _tools: list[Schema]
 
@@ -61,7 +61,7 @@ class AgentEnvironment(Environment):
         self.seed = seed
         if self.unix_socket:
             self.socket_path = os.path.join(tempfile.gettempdir(), "agent.socket")
-        self._events: SimpleQueue[Asked | Ended] = SimpleQueue()
+        self._events: SimpleQueue[PendingRequest | Ended] = SimpleQueue()
         self._server = ChatServer(self._events.put, self.socket_path)
         self._program = threading.Thread(target=self._run, args=(record,), daemon=True)
         self._program.start()
@@ -76,12 +76,12 @@ class AgentEnvironment(Environment):
         self._number += 1
         self._num_calls += len(answer.get("tool_calls", ()))
         self._messages = [*self._messages, answer]
-        self._asked.answer(completion_of(answer, turn, self._asked.request.model, self._number))
+        self._pending.answer(completion_of(answer, turn, self._pending.request.model, self._number))
         event, has_room = self._events.get(), True
-        while turn.is_last and isinstance(event, Asked):
+        while turn.is_last and isinstance(event, PendingRequest):
             event.reject("the response has no room for another turn", "context_length_exceeded")
             event, has_room = self._events.get(), False
-        if isinstance(event, Asked):
+        if isinstance(event, PendingRequest):
             return self._continue(event)
         if event.error is not None:
             if has_room:
@@ -101,19 +101,19 @@ class AgentEnvironment(Environment):
         except BaseException as error:  # raised by `reset` or `step`
             self._events.put(Ended(error=error))
 
-    def _begin(self, asked: Asked) -> Step:
-        self._asked, self._messages, self._tools = asked, asked.request.messages, asked.request.tools
-        if asked.request.ignored and not _has_warned[0]:
+    def _begin(self, pending: PendingRequest) -> Step:
+        self._pending, self._messages, self._tools = pending, pending.request.messages, pending.request.tools
+        if pending.request.ignored and not _has_warned[0]:
             _has_warned[0] = 1
-            names = ", ".join(asked.request.ignored)
+            names = ", ".join(pending.request.ignored)
             print(f"{type(self).__name__}: sampling is that of the job; parameters without effect: {names}")
         return Step(self._messages, new_conversation=True, tools=self._tools)
 
-    def _continue(self, asked: Asked) -> Step:
+    def _continue(self, pending: PendingRequest) -> Step:
         """What the model reads next: the messages after those that it has read and written."""
-        known, sent = self._messages, asked.request.messages
+        known, sent = self._messages, pending.request.messages
         new: Sequence[Message] = sent[len(known) :]
-        tools: Sequence[Schema] = asked.request.tools
+        tools: Sequence[Schema] = pending.request.tools
         extends = tools == self._tools and all(map(is_same, sent, known)) and 0 < len(new) <= MAX_NEW_MESSAGES
-        step = self._begin(asked)
+        step = self._begin(pending)
         return Step(new) if extends and all(it["role"] != "assistant" for it in new) else step

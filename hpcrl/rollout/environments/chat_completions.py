@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeGuard
 from hpcrl.rollout.environments.environment import Message, Schema, Turn
 from hpcrl.rollout.environments.tools import ToolCall
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {"system", "developer", "user", "assistant", "tool"}
 USED = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store"}
 USUAL = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": False}  # ask for what is done anyway
-CALL_MARK = re.compile(r"<\|?[\w:]*tool")  # begins the first call of a turn in most formats
+CALL_MARK = re.compile(r"<[|\uff5c]?[\w:]*tool|\[TOOL_CALLS\]")  # begins the first call of a turn in most formats
 
 
 class BadRequest(ValueError):
@@ -70,10 +70,12 @@ def _messages(given: list[Any]) -> list[Message]:
     found, names = list[Message](), dict[str, str]()
     for number, message in enumerate(given):
         where = f"messages[{number}]"
-        role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
-        if role is None:
-            raise BadRequest(f"{where}: expected an object with a role: {', '.join(ROLES)}")
-        found.append({"role": role, "content": _text(message.get("content"), where)})
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str) or role not in ROLES:
+            raise BadRequest(f"{where}: expected an object with a role: {', '.join(sorted(ROLES))}")
+        found.append(
+            {"role": "system" if role == "developer" else role, "content": _text(message.get("content"), where)}
+        )
         if role == "assistant" and message.get("tool_calls"):
             calls = found[-1]["tool_calls"] = _calls(message["tool_calls"], where)
             names |= {call["id"]: call["function"]["name"] for call in calls}
@@ -158,7 +160,7 @@ def completion_of(answer: Message, turn: Turn, model: str, number: int) -> dict[
     message: Message = {"role": "assistant", "content": answer["content"]}
     if calls:
         message |= {"content": answer["content"] or None, "tool_calls": calls}
-    reason = "tool_calls" if calls else "length" if turn.is_last else "stop"
+    reason = "tool_calls" if calls else "length" if turn.is_cut else "stop"
     return {
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",

@@ -26,14 +26,14 @@ MAX_HEAD = 2**15  # bytes of a request's line and headers
 MAX_BODY = 2**23  # bytes
 HEAD_SECONDS = 10.0  # for the first head on a connection
 BODY_SECONDS = 60.0  # for a body to arrive, and for a response to be read
-MAX_STRANGERS = 32  # connections that have not sent the token; the oldest is closed
+MAX_UNAUTHENTICATED = 32  # connections that have not sent the token; the oldest is closed
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "hpcrl"}]}
 
 Response = tuple[int, str, bytes]  # status, media type, body
 
 
 @dataclass(eq=False)
-class Asked:
+class PendingRequest:
     """A request that waits for its completion. Methods may be called by any thread, once."""
 
     request: ChatRequest
@@ -56,25 +56,26 @@ class Asked:
 
 
 class ChatServer:
-    """on_asked: called in the server's thread with each request. path: of a Unix socket; None: a free port on loopback.
+    """on_request: called in the server's thread with each request. path: of a Unix socket; None: a free port of
+    loopback.
 
     api_key: the token that requests need, of this server only. A request that its client repeats after it has closed
-    the connection, because it waited too long, gets the completion of the first.
+    the connection, after its own timeout, gets the completion of the first.
     """
 
-    def __init__(self, on_asked: Callable[[Asked], None], path: str | None = None) -> None:
+    def __init__(self, on_request: Callable[[PendingRequest], None], path: str | None = None) -> None:
         self.api_key = secrets.token_urlsafe(32)
         if path is None:
-            self._socket = socket.create_server(("127.0.0.1", 0), backlog=MAX_STRANGERS)
+            self._socket = socket.create_server(("127.0.0.1", 0), backlog=MAX_UNAUTHENTICATED)
             self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         else:
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.bind(path)
             self._socket.listen()
             self.base_url = "http://localhost/v1"
-        self._on_asked = on_asked
-        self._asked: list[Asked] = []  # without a response that has reached its client
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._on_request = on_request
+        self._pending: list[PendingRequest] = []  # without a response that has reached its client
+        self._unauthenticated: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
@@ -85,8 +86,8 @@ class ChatServer:
 
         def end() -> None:
             self._ended.set()
-            for asked in self._asked:
-                asked.reject("the trajectory has ended", "trajectory_ended")
+            for pending in self._pending:
+                pending.reject("the trajectory has ended", "trajectory_ended")
 
         self._loop.call_soon_threadsafe(end)
 
@@ -96,10 +97,10 @@ class ChatServer:
             await server.serve_forever()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._strangers[writer] = None
-        if len(self._strangers) > MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+        self._unauthenticated[writer] = None
+        if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
             oldest.transport.abort()
         try:
             while await self._exchange(reader, writer):
@@ -109,12 +110,12 @@ class ChatServer:
         except (EOFError, ValueError, asyncio.LimitOverrunError, http.client.HTTPException):
             pass  # it sends no HTTP
         finally:
-            self._strangers.pop(writer, None)
+            self._unauthenticated.pop(writer, None)
             writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer a request. Return whether the connection stays open."""
-        limit = HEAD_SECONDS if writer in self._strangers else None
+        limit = HEAD_SECONDS if writer in self._unauthenticated else None
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), limit)
         line, _, fields = head.partition(b"\r\n")
         method, target, version = line.decode("ascii").split(" ")
@@ -122,7 +123,7 @@ class ChatServer:
         response = self._problem(headers)
         stays = response is None and version == "HTTP/1.1" and headers.get("Connection", "").lower() != "close"
         if response is None:
-            self._strangers.pop(writer, None)
+            self._unauthenticated.pop(writer, None)
             body = await asyncio.wait_for(reader.readexactly(int(headers.get("Content-Length", "0"))), BODY_SECONDS)
             response = await self._respond(f"{method} {target.partition('?')[0]}", body, reader)
         status, kind, content = response
@@ -150,26 +151,26 @@ class ChatServer:
         if called != "POST /v1/chat/completions":
             return _error(HTTPStatus.NOT_FOUND, "expected POST /v1/chat/completions or GET /v1/models")
         try:
-            asked = self._ask(ChatRequest.of(body), reader)
+            pending = self._ask(ChatRequest.of(body), reader)
         except BadRequest as error:
             return _error(HTTPStatus.BAD_REQUEST, str(error), error.code)
-        found = await asyncio.shield(asked.response)
-        if not asked.reader.at_eof():
+        found = await asyncio.shield(pending.response)
+        if not pending.reader.at_eof():
             with contextlib.suppress(ValueError):
-                self._asked.remove(asked)
+                self._pending.remove(pending)
         return found
 
-    def _ask(self, request: ChatRequest, reader: asyncio.StreamReader) -> Asked:
-        for asked in self._asked:
-            if asked.reader.at_eof() and asked.request == request:
-                asked.reader = reader
-                return asked
+    def _ask(self, request: ChatRequest, reader: asyncio.StreamReader) -> PendingRequest:
+        for pending in self._pending:
+            if pending.reader.at_eof() and pending.request == request:
+                pending.reader = reader
+                return pending
         if self._ended.is_set():
             raise BadRequest("the trajectory has ended", "trajectory_ended")
-        asked = Asked(request, reader, self._loop.create_future())
-        self._asked.append(asked)
-        self._on_asked(asked)
-        return asked
+        pending = PendingRequest(request, reader, self._loop.create_future())
+        self._pending.append(pending)
+        self._on_request(pending)
+        return pending
 
 
 def _error(status: HTTPStatus, message: str, code: str = "invalid_request") -> Response:

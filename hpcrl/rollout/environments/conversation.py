@@ -78,8 +78,8 @@ class Conversation:
     @property
     def usage(self) -> tuple[int, int]:
         """Tokens that the model had read before its latest turn, and those of the turn."""
-        num_drawn, start = len(self._token_ids[-1]), self._starts[-1] if self._starts else -len(self.request.prompt_ids)
-        return self.num_tokens - start - num_drawn, num_drawn
+        start = self._starts[-1] if self._starts else -len(self.request.prompt_ids)
+        return self._turn_start - start, self.num_tokens - self._turn_start
 
     def add_turn(self, done: Completion) -> None:
         """Append tokens that the model wrote: a turn, or a part of one."""

@@ -10,20 +10,24 @@ from hpcrl.rollout.environments.tool_worker import run_tool
 from hpcrl.rollout.environments.tools import MARK, Call, Tool, ToolCall
 from hpcrl.runtime.user_code import import_file
 
-Message: TypeAlias = dict[str, Any]  # {"role": "user" or "tool", "content": text}; of a tool also "name"
+# {"role": "user", "tool", "system" or "assistant", "content": text}; of a tool also "name" and "tool_call_id", where
+# its call has them, and where a function returned pictures, {"images": PNG of each}, which come before the text
+Message: TypeAlias = dict[str, Any]
 Schema: TypeAlias = dict[str, Any]  # of a tool, in OpenAI's format
 
 
 class Turn(NamedTuple):
     """What the model wrote. text: without its end-of-sequence token. calls: tool calls in it, if there are tools.
     is_last: the response ends here, whatever the answer, because it may have no more tokens or turns. num_read,
-    num_drawn: tokens that the model had read before it wrote the turn, and those of the turn."""
+    num_drawn: tokens that the model had read before it wrote the turn, and those of the turn. is_cut: it has no end,
+    because the response may have no more tokens."""
 
     text: str
     calls: Sequence[Call] = ()
     is_last: bool = False
     num_read: int = 0
     num_drawn: int = 0
+    is_cut: bool = False
 
 
 class Step(NamedTuple):

@@ -72,7 +72,8 @@ class EnvironmentResponder:
     def begin(self, number: int, dialog: Dialog, text: str) -> bool:
         calls = parsed(self.parser, text, self.cfg.max_parallel_calls) if dialog.tools else []
         dialog.num_tool_calls += len(calls)
-        turn = Turn(text, calls, dialog.over is not None, *dialog.conversation.usage)
+        is_cut = dialog.conversation.finish_reason == "length"
+        turn = Turn(text, calls, dialog.over is not None, *dialog.conversation.usage, is_cut)
         self._ask(number, {"turn": turn}, None, dialog)
         return True
 
@@ -130,8 +131,7 @@ class EnvironmentResponder:
         """The tokens of the first prompt."""
         dialog.messages += started.messages
         dialog.state, dialog.tools = started.state, started.tools
-        if started.is_prompt:
-            dialog.record = {**dialog.record, "prompt": []}
+        dialog.is_new = started.is_prompt
         if not started.messages and started.tools is None:
             return np.asarray(request.prompt_ids, np.int32)
         try:

@@ -26,7 +26,7 @@ class GymnasiumEnvironment(Environment):
         import gymnasium
 
         self.env = gymnasium.make(id, **options)
-        self.actions, self.solved, self.total = actions.split(), solved, 0.0
+        self.actions, self.solved, self.total = actions.lower().split(), solved, 0.0
 
     @classmethod
     def check(cls) -> None:
@@ -39,7 +39,7 @@ class GymnasiumEnvironment(Environment):
     def step(self, turn: Turn) -> Step:
         try:
             action = self._action(turn.text)
-        except (ValueError, TypeError, IndexError):
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             expected = f"one of {', '.join(self.actions)}" if self.actions else f"JSON of {self.env.action_space}"
             return self._step(f"expected {expected}", turn.is_last, 0.0)
         observation, reward, terminated, truncated, _ = self.env.step(action)
@@ -58,9 +58,11 @@ class GymnasiumEnvironment(Environment):
 
         space = self.env.action_space
         if isinstance(space, gymnasium.spaces.Text):
+            if text not in space:
+                raise ValueError(f"{text!r} is not in {space}")
             return text
         if self.actions:
-            *_, last = (word for word in re.findall(r"\w+", text.lower()) if word in self.actions)
+            *_, last = (word for word in re.findall(r"[\w-]+", text.lower()) if word in self.actions)
             return int(getattr(space, "start", 0)) + self.actions.index(last)
         (action,) = space.from_jsonable([json.loads(text)])
         if action not in space:

@@ -162,7 +162,7 @@ class AgentLoop:
         self._parser = PARSERS.get(cfg.format)
         self._keys = itertools.count()
         self._max_open = cfg.environment.max_open or max_open
-        if cfg.environment.path is not None:
+        if cfg.has_environment:
             if images is not None:
                 raise InputError(
                     "rollout.multi_turn.environment.path: environments have no pictures, and the model is a "
@@ -226,7 +226,7 @@ class AgentLoop:
     @property
     def makes_prompts(self) -> bool:
         """Whether conversations wait for a prompt before their first turn."""
-        return self._cfg.environment.path is not None
+        return self._cfg.has_environment
 
     def handler(self, sampling: SamplingParams, seed: int) -> TurnHandler | None:
         """What answers the model's turns, on the leader; None on other ranks."""
@@ -251,14 +251,17 @@ class AgentLoop:
 
     def _prompt_of(
         self,
-        prompt: str | list[Any],
+        prompt: str | list[Any] | None,
         messages: Sequence[Message],
         tools: Sequence[Schema] | None,
         limit: int | None = None,
     ) -> np.ndarray:
-        """The tokens of a row's prompt, which is empty in a new conversation, with further messages and with tools; of
+        """The tokens of a row's prompt, which is None in a new conversation, with further messages and with tools; of
         any number without a limit."""
         prepared = self._template.prepared(messages)
+        tools = None if tools is None else self._template.cleaned(list(tools))
+        if prompt is None:
+            prompt = [] if self._data.chat_template or self._tokenizer.chat_template else ""
         if isinstance(prompt, str):
             before, after = (f"{prompt}\n", "") if prompt else ("", "\n")
             prompt = before + self._template.clean("\n".join(message["content"] for message in prepared)) + after

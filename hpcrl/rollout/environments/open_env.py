@@ -39,8 +39,8 @@ class OpenEnvEnvironment(Environment):
         try:
             result = self.env.step({self.action_field: turn.text} if self.action_field else as_object(turn.text))
             messages, reward, done = self._messages(result.observation), float(result.reward or 0.0), result.done
-        except (ValueError, RuntimeError) as error:  # those of `InProcess` and of the client
-            if isinstance(error, RuntimeError) and "VALIDATION_ERROR" not in str(error):
+        except (NoAction, RuntimeError) as error:
+            if not isinstance(error, NoAction) and "VALIDATION_ERROR" not in str(error):  # of the client
                 raise
             messages, reward, done = [{"role": "user", "content": f"no action: {str(error)[:200]}"}], 0.0, False
         self.total += reward
@@ -56,6 +56,10 @@ class OpenEnvEnvironment(Environment):
         return [{"role": "user", "content": str(text)}]
 
 
+class NoAction(Exception):
+    """What the model wrote is no action."""
+
+
 class InProcess:
     """The methods of OpenEnv's client, for an environment in this process."""
 
@@ -68,7 +72,11 @@ class InProcess:
     def step(self, action: dict[str, Any]) -> Any:
         from openenv.core.env_server.serialization import deserialize_action
 
-        return self._result(self.env.step(deserialize_action(action, self.action)))
+        try:
+            made = deserialize_action(action, self.action)
+        except ValueError as error:
+            raise NoAction(str(error)) from None
+        return self._result(self.env.step(made))
 
     def close(self) -> None:
         self.env.close()
@@ -81,7 +89,10 @@ class InProcess:
 
 
 def as_object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{text[:80]!r} is not a JSON object")
+        raise NoAction(f"{text[:80]!r} is not a JSON object")
     return found

@@ -71,7 +71,8 @@ class ToolResponder:
             asked: list[int | str] = [self._begin(call, dialog) for call in calls]
         elif self.cfg.interaction_path is not None:
             state = self._states.get(number)
-            asked = [self.pool.submit({"state": state, "record": dialog.record, "messages": dialog.messages})]
+            messages = [{key: message[key] for key in ("role", "content")} for message in dialog.messages]
+            asked = [self.pool.submit({"state": state, "record": dialog.record, "messages": messages})]
         else:
             return False
         self._pending[number] = _Pending(dialog, calls, asked)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]
 Info = Mapping[str, "float | str"]
-PromptOf = Callable[[str | list[Any], Sequence[Message], "Sequence[Schema] | None"], np.ndarray]
+PromptOf = Callable[[str | list[Any] | None, Sequence[Message], "Sequence[Schema] | None"], np.ndarray]
 
 
 class TurnResult(NamedTuple):
@@ -87,10 +87,9 @@ class Dialog:
     is_new: bool = False
 
     @property
-    def prompt(self) -> str | list[Any]:
-        """What comes before the messages."""
-        prompt: str | list[Any] = self.record["prompt"]
-        return type(prompt)() if self.is_new else prompt
+    def prompt(self) -> str | list[Any] | None:
+        """What comes before the messages: the prompt of the row; None: nothing."""
+        return None if self.is_new else self.record["prompt"]
 
 
 class Responder(Protocol):
@@ -210,11 +209,16 @@ class TurnHandler:
             dialog.tools = dialog.tools if reply.tools is None else reply.tools
             return Answer(self.prompt_of(dialog.prompt, messages, dialog.tools), is_prompt=True)
         answer = self.template.answer(messages, dialog.turn_end)
-        if not self.cfg.template_history or isinstance(dialog.prompt, str):
+        if not self.cfg.template_history or isinstance(dialog.prompt, str) or self._has_marks(dialog):
             return answer
         rendered = self.prompt_of(dialog.prompt, [*dialog.messages, *messages], dialog.tools)
         read = np.concatenate([dialog.conversation.context_ids(), answer.token_ids])
         return answer if self.template.same_text(read, rendered) else Answer(rendered, is_prompt=True)
+
+    def _has_marks(self, dialog: Dialog) -> bool:
+        """Whether the model wrote special tokens, such as those of tool calls, which are not rendered from text."""
+        texts = [it["content"] for it in dialog.messages if it["role"] == "assistant"]
+        return any(self.template.clean(text) != text for text in texts)
 
     def _end(self, number: int, finish_reason: FinishReason) -> None:
         dialog = self._dialogs.pop(number)

@@ -15,6 +15,7 @@ from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import truncate
 from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rollout.environments.conversation import Answer
+from hpcrl.rollout.environments.environment import Message
 from hpcrl.rollout.protocol import ToolPicture
 from hpcrl.runtime.exits import InputError, folded
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import DataConfig
     from hpcrl.data.media import MediaReader
 
-# {"role": "tool" | "user" | "assistant", "content": text}, and where a tool returned pictures, {"images": PNG of each},
-# which come before the text; of a tool also "name" and "tool_call_id", where the call has them
-Message = dict[str, Any]
 
 MODEL_TURN_MARK = "hpcrl.turn.of.the.model"  # placeholder of the model's text, which is never rendered nor tokenised
 PROBE = "hpcrl.answer"
@@ -91,9 +89,7 @@ class TurnTemplate:
 
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with clean texts, and with roles that the template has."""
-        found = [
-            message | {key: self._cleaned(message[key]) for key in TEXTS if key in message} for message in messages
-        ]
+        found = [message | {key: self.cleaned(message[key]) for key in TEXTS if key in message} for message in messages]
         return found if self._has_tool_role else [self._as_user(message) for message in found]
 
     def same_text(self, *token_ids: np.ndarray) -> bool:
@@ -109,12 +105,12 @@ class TurnTemplate:
                 text = text.replace(token, "")
         return text
 
-    def _cleaned(self, value: Any) -> Any:
-        """A text, or JSON values with texts."""
+    def cleaned(self, value: Any) -> Any:
+        """Return a text, or JSON values with texts, without special tokens."""
         if isinstance(value, dict):
-            return {self._cleaned(key): self._cleaned(it) for key, it in value.items()}
+            return {self.cleaned(key): self.cleaned(it) for key, it in value.items()}
         if isinstance(value, list):
-            return [self._cleaned(it) for it in value]
+            return [self.cleaned(it) for it in value]
         return self.clean(value) if isinstance(value, str) else value
 
     def _with_pictures(self, ids: Sequence[int], pictures: Sequence[bytes]) -> Answer:

@@ -16,7 +16,7 @@ import pytest
 
 from hpcrl.rollout.environments import chat_server
 from hpcrl.rollout.environments.chat_completions import BadRequest, ChatRequest, answer_of, is_same
-from hpcrl.rollout.environments.chat_server import Asked, ChatServer
+from hpcrl.rollout.environments.chat_server import ChatServer, PendingRequest
 from hpcrl.rollout.environments.environment import Turn
 from hpcrl.rollout.environments.tools import BadCall, ToolCall
 
@@ -25,7 +25,7 @@ CHAT = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
 
 class Endpoint(NamedTuple):
     server: ChatServer
-    asked: SimpleQueue[Asked]
+    asked: SimpleQueue[PendingRequest]
     port: int
 
     def open(self) -> socket.socket:
@@ -48,7 +48,7 @@ class Endpoint(NamedTuple):
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     monkeypatch.setattr(chat_server, "HEAD_SECONDS", 0.5)
-    asked: SimpleQueue[Asked] = SimpleQueue()
+    asked: SimpleQueue[PendingRequest] = SimpleQueue()
     server = ChatServer(asked.put)
     yield Endpoint(server, asked, int(server.base_url.split(":")[2].split("/")[0]))
     server.end()
@@ -105,7 +105,7 @@ def test_bodies_are_bounded(endpoint: Endpoint) -> None:
     assert endpoint.post(CHAT, target="/v1/completions")[0] == 404
 
 
-def test_slow_strangers_do_not_keep_a_program_out(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_unauthenticated_do_not_keep_a_program_out(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_server, "HEAD_SECONDS", 60.0)
     held = [endpoint.open() for _ in range(100)]
     for connection in held:
