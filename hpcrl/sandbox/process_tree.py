@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from resource import struct_rusage
 
 # Batch systems send these to every process of a job. Only ranks handle them.
@@ -119,21 +120,26 @@ def num_locks(pids: list[int], most: int) -> int:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and its descendants. Each is stopped before its children are listed, so that it cannot fork."""
+    """Kill a process, its descendants, and their process groups but for those that another process leads.
+
+    Each is stopped before its children are listed, so that it cannot fork. A process survives if it has left both the
+    tree, because its parent has ended, and these groups, by setsid or setpgid.
+    """
     stopped: dict[int, None] = {}
+    groups: set[int] = set()
     found = [pid]
     while found:
         for member in found:
-            _stop(member)
+            groups |= _stop(member)
             stopped[member] = None
         # for all of them again, because a process may have been forking when it was stopped
         children = _children_lookup()
         found = [child for member in stopped for child in children(member) if child not in stopped]
-    for member in stopped:
-        try:
-            os.kill(member, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    others = {group for group in groups if group not in stopped and os.path.exists(f"/proc/{group}")}
+    for target in (*(-group for group in groups - others), *stopped):
+        _send(signal.SIGKILL, target)
+    for group in others:
+        _send(signal.SIGCONT, -group)
 
 
 def kill_descendants() -> None:
@@ -159,16 +165,24 @@ def reap() -> list[tuple[int, int, struct_rusage]]:
     return ended
 
 
-def _stop(pid: int) -> None:
-    """Stop a process and, unless it is this process's own, its whole group, so that many forking ones stop at once."""
+def _stop(pid: int) -> set[int]:
+    """Stop a process and, unless it is this process's own, its whole group, so that many forking ones stop at once.
+    Returns the stopped group, if any."""
     try:
         group = os.getpgid(pid)
-        if group == os.getpgid(0):
-            os.kill(pid, signal.SIGSTOP)
-        else:
-            os.killpg(group, signal.SIGSTOP)
     except ProcessLookupError:
-        pass
+        return set()
+    if group in (0, 1, os.getpgid(0)):  # -0 would be this process's group, and -1 all processes
+        _send(signal.SIGSTOP, pid)
+        return set()
+    _send(signal.SIGSTOP, -group)
+    return {group}
+
+
+def _send(signum: signal.Signals, target: int) -> None:
+    """Send a signal to a process, or to the group -`target`, if it exists."""
+    with suppress(ProcessLookupError):
+        os.kill(target, signum)
 
 
 def _children_lookup() -> Callable[[int], list[int]]:

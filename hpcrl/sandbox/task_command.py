@@ -44,8 +44,8 @@ class Session:
     """A process namespace, in which this process, which has no other children, runs commands, one after the other.
 
     What a command leaves running stays until the session ends; what it still writes to its output is dropped. Limits
-    are of all processes together: of memory and processes they end the session, that of time ends the command with what
-    it has started.
+    are of all processes together: of memory and processes they end the session. That of time ends the command with its
+    descendants and its process group, so orphans that called setsid stay.
     """
 
     def __init__(self, limits: dict[str, int]) -> None:
@@ -60,12 +60,12 @@ class Session:
         """Run `act` inside, see `task_supervisor.Supervisor`."""
         ends = OutputEnds(output)
         pid, printed = self._fork(act, stdin)
-        child = Child(pid, {printed: ends} | {pipe: OutputEnds(0) for pipe in self._dropped})
+        child = Child(pid, {pipe: OutputEnds(0) for pipe in self._dropped} | {printed: ends})
         why = watch(child, self._wake, seconds, self._most_processes, self._most_memory)
         if select.select([self._init_output], [], [], 0)[0]:
-            if said := os.read(self._init_output, 4096):  # why it could not be set up
+            if message := os.read(self._init_output, 4096):  # why it could not be set up
                 self.end()
-                return "", NOT_SET_UP, said, b"", 0
+                return "", NOT_SET_UP, message, b"", 0
             why = why or "killed"
         if why == "timeout":
             process_tree.kill_tree(pid)
@@ -83,18 +83,21 @@ class Session:
         return not self.is_over and len(process_tree.descendants_of(os.getpid(), 1)) > 1
 
     def wait(self, requests: int) -> None:
-        """Return when the pipe `requests` can be read, and end the session if its processes exceed a limit before."""
+        """Return when the pipe `requests` can be read, and end the session if its processes exceed a limit before.
+
+        Dropped output is read once per tick, because a process that writes without end would keep this one busy.
+        """
         left = Child(0, {pipe: OutputEnds(0) for pipe in self._dropped})
         ready: list[int] = []
         while requests not in ready:
+            left.read(list(left.open))
             has_processes = self.has_processes
             if has_processes and excess(self._most_processes, self._most_memory):
                 self.end()
             pause = IDLE_TICK_SECONDS if has_processes else None
-            ready, _, _ = select.select([requests, self._wake, *left.open], [], [], pause)
+            ready, _, _ = select.select([requests, self._wake], [], [], pause)
             if self._wake in ready:
                 os.read(self._wake, 256)
-            left.read([pipe for pipe in ready if pipe in left.open])
             left.reap()
         self._keep(left.open)
 
@@ -109,7 +112,7 @@ class Session:
                 os.wait()
 
     def _keep(self, pipes: list[int]) -> None:
-        """Keep the last ones, because a process that writes to a closed pipe ends."""
+        """Keep the last ones, which are the newest, because a process that writes to a closed pipe ends."""
         for pipe in pipes[:-MOST_DROPPED]:
             os.close(pipe)
         self._dropped = pipes[-MOST_DROPPED:]

@@ -145,7 +145,8 @@ class TaskSandbox:
         """Run a command line of bash, or a program with its arguments, for at most `timeout` seconds.
 
         Returns when it ends, whatever it leaves running, whose further output is dropped. A command that takes too long
-        is killed with what it has started; if memory or processes exceed a limit, what was left running is killed too.
+        is killed with what it has started, except orphans that called setsid; if memory or processes exceed a limit,
+        what was left running is killed too.
 
         environment: variables beside PATH, HOME, USER, LANG, TERM, TMPDIR and OMP_NUM_THREADS. folder: its working
         folder. Raises SandboxLost.

@@ -70,7 +70,7 @@ class Watcher:
             os.close(pipe)
         self._requests, self._replies = open(request_writer, "wb", buffering=0), open(reply_reader, "rb")
 
-    def ask(self, *request: Any) -> Any:
+    def request(self, *request: Any) -> Any:
         """Return the reply: None if the process has ended, KILLED if it ends before it replies. Exits if this process's
         input ends."""
         poll = select.poll()
@@ -106,11 +106,11 @@ class Supervisor:
     def run(self, *request: Any) -> tuple:
         """request: command, folder, environment, stdin, seconds. Returns (excess or "", exit code, head, tail, bytes
         left out of the output)."""
-        reply = None if self._watcher is None else self._watcher.ask(*request)
+        reply = None if self._watcher is None else self._watcher.request(*request)
         if reply is None:
             self.end_processes()
             self._watcher = Watcher(self.limits, self._serve)
-            reply = self._watcher.ask(*request)
+            reply = self._watcher.request(*request)
         found, self._are_left = reply or KILLED
         return found
 
@@ -221,7 +221,7 @@ class Supervisor:
             write_all(replies, marshal.dumps((session.run(act, seconds, output, b""), False)))
 
         watcher = Watcher(self.limits, serve)
-        found, _ = watcher.ask()
+        found, _ = watcher.request()
         watcher.end()
         return found
 

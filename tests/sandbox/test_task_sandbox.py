@@ -21,6 +21,7 @@ import pytest
 
 from hpcrl.sandbox import task_sandbox
 from hpcrl.sandbox.program import SandboxUnavailable
+from hpcrl.sandbox.task_command import MOST_DROPPED
 from hpcrl.sandbox.task_sandbox import HOME, Limits, SandboxLost, TaskSandbox
 from hpcrl.sandbox.writable_files import MAX_LAYERS
 from tests.processes import alive, with_argument
@@ -274,6 +275,39 @@ def test_what_a_command_leaves_running_stays_within_the_limits(folder: Path) -> 
         await_no(NAP)
         assert box.run("cat keep").output == "by the harness"
         box.run(f"sleep {NAP} &")
+
+
+def test_a_timeout_kills_orphans_of_the_command_and_leaves_others_running(folder: Path) -> None:
+    with TaskSandbox(folder, limits=SMALL) as box:
+        box.run(["sh", "-c", f"sleep {NAP} &"])
+        ran = box.run(["sh", "-c", f"(sleep {NAP} &); (setsid sleep {NAP} &); sleep {NAP}"], timeout=1)
+        assert ran.fate == "timeout"
+        give_up = time.monotonic() + 5
+        while len(left := with_argument(NAP)) > 2:
+            assert time.monotonic() < give_up, left
+            time.sleep(0.02)
+        assert [process.status() for process in left] == ["sleeping"] * 2
+
+
+def test_endless_output_between_commands_takes_no_time(folder: Path) -> None:
+    with TaskSandbox(folder, limits=SMALL) as box:
+        box.run(["sh", "-c", "yes &"])
+        (watcher,) = psutil.Process(box._supervisor.pid).children()
+        before = watcher.cpu_times()
+        time.sleep(1)
+        after = watcher.cpu_times()
+        assert after.user + after.system - before.user - before.system < 0.15
+
+
+def test_the_newest_outputs_stay_open(folder: Path) -> None:
+    with TaskSandbox(folder, limits=Limits(memory_mb=SMALL.memory_mb, disk_mb=64, processes=80)) as box:
+        for _ in range(MOST_DROPPED):
+            box.run(["sh", "-c", f"sleep {NAP} &"])
+        box.run(["sh", "-c", "(sleep 0.3; echo; echo > alive) &"])
+        give_up = time.monotonic() + 5
+        while box.run(["cat", "alive"]).fate != "ok":
+            assert time.monotonic() < give_up
+            time.sleep(0.1)
 
 
 def await_no(argument: str) -> None:

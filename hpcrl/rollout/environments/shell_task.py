@@ -21,7 +21,8 @@ class ShellTask(Environment):
     file), and `test`, a command line that succeeds if the task is solved. It runs after a turn without a call; before
     it `test_files`, {path: text} or pairs of these, are written, if there are any, so that the model cannot change
     them. The reward is 1 if it succeeds, else 0. What a command leaves running, such as a server, stays for the next
-    turns, and is killed before the test.
+    turns, and is killed before the test. The test's shell reads no start-up files, which the model could have written.
+    If a file of the test cannot be written, such as in the place of a folder, the reward is 0.
 
     image: a root file system, see `hpcrl.sandbox.task_sandbox.TaskSandbox`. timeout, test_timeout: seconds of a command
     and of the test.
@@ -66,10 +67,20 @@ class ShellTask(Environment):
         if turn.calls and not turn.is_last:
             return Step(self.call_tools(turn.calls))
         self.box.end_processes()  # they could change the test's files
+        result = self._run_test()
+        score = float(result == "ok")
+        return Step(done=True, reward=score, info={"acc": score, "test": result})
+
+    def _run_test(self) -> str:
+        """Return how the test ended, or why a file of it cannot be written."""
         for path, text in dict(self.row.get("test_files") or {}).items():
-            self.box.write(path, text.encode())
-        ran = self.box.run(self.row["test"], self.test_timeout)
-        return Step(done=True, reward=float(ran.fate == "ok"), info={"acc": float(ran.fate == "ok"), "test": ran.fate})
+            try:
+                self.box.write(path, text.encode())
+            except OSError as error:
+                if error.filename is None:  # the supervisor's error, which no file of the model causes
+                    raise
+                return f"{path}: {error.strerror}"
+        return self.box.run(["bash", "--noprofile", "--norc", "-c", self.row["test"]], self.test_timeout).fate
 
     def close(self) -> None:
         self.box.close()

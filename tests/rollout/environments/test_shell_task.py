@@ -18,7 +18,12 @@ from hpcrl.sandbox.task_sandbox import probe_sandbox
 from tests.rollout.environments.scripted import ScriptedEngine
 
 SOLUTION = ["grep -rl 7 . ", "cp $(grep -rl 7 .) answer", "done"]
-CHEAT = ["(while :; do echo true > check.sh; done) &", "ls", "done"]
+CHEATS = [
+    ["(while :; do echo true > check.sh; done) &", "ls", "done"],
+    ["echo 'exit 0' > ~/.bash_profile; cp ~/.bash_profile ~/.bashrc", "done"],
+    ["mkdir check.sh", "done"],
+    ["chmod 0 .", "done"],
+]
 
 
 def test_tasks_in_shells(tmp_path: Path, tokenizer: Any) -> None:
@@ -32,7 +37,8 @@ def test_tasks_in_shells(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "shell.py").write_text("from hpcrl.api import ShellTask")
     environment = {"path": str(tmp_path / "shell.py"), "name": "ShellTask"}
     cfg = MultiTurnConfig.model_validate({"enable": True, "environment": environment})
-    rows = [(str(task), SOLUTION), (str(tmp_path / "task.tar.gz"), SOLUTION), (str(task), CHEAT)]
+    rows = [(str(task), SOLUTION), (str(tmp_path / "task.tar.gz"), SOLUTION)]
+    rows += [(str(task), cheat) for cheat in CHEATS]
     extra = {"test": "bash check.sh", "test_files": {"check.sh": "grep -q 7 answer"}}
     records = [{"prompt": [{"role": "user", "content": "x"}], "extra_info": {"task": it, **extra}} for it, _ in rows]
 
@@ -48,8 +54,10 @@ def test_tasks_in_shells(tmp_path: Path, tokenizer: Any) -> None:
     engine: Any = ScriptedEngine(says)
     found, metrics = loop.run(engine, requests, records, sampling, seed=0, step=0)
     loop.close()
-    assert [one.finish_reason for one in found] == ["stop"] * 3
-    assert [one.rewards.sum() for one in found] == [1.0, 1.0, 0.0]  # type: ignore[union-attr]
+    assert [one.finish_reason for one in found] == ["stop"] * len(rows)
+    assert [one.rewards.sum() for one in found] == [1.0] * 2 + [0.0] * len(CHEATS)  # type: ignore[union-attr]
+    ends = ["ok", "ok", "error", "error", "check.sh: Is a directory", "check.sh: Permission denied"]
+    assert [one.info["test"] for one in found] == ends  # type: ignore[index]
     assert "a/b/hidden" in tokenizer.decode(found[1].token_ids)
-    assert finish(metrics)["env/acc/mean"] == pytest.approx(2 / 3)
+    assert finish(metrics)["env/acc/mean"] == pytest.approx(2 / len(rows))
     assert (task / "a" / "b" / "hidden").exists() and not (task / "answer").exists()
