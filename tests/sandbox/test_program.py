@@ -378,6 +378,6 @@ def test_programs_are_refused_where_the_kernel_does_not_isolate_them(isolated: b
     if isolated:
         assert not refused and scored == "ok; "
     else:
-        assert len(refused) == 1 and "'apps' runs programs that the model wrote" in refused[0]
+        assert len(refused) == 1 and "'apps' runs what the model wrote" in refused[0]
         assert "reward.sandbox=best_effort" in refused[0]
         assert scored.startswith("errors; SandboxUnavailable: this kernel does not isolate programs")
