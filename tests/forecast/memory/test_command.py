@@ -74,9 +74,10 @@ def test_environments_take_host_memory() -> None:
         f"rollout.multi_turn.environment.path={__file__}",
         "placement.rollout.tp=4",
     ]
-    config = load_config(TEMPLATE, [*keys, "rollout.multi_turn.environment.max_open=10"])
-    assert TrainingPlan(config).environments_on_host() == 2 * 10 * 4 * GIB
-    assert re.search(r"environments +at most 80.00 GiB of a node's host memory", describe(config, TEMPLATE))
+    keys += ["rollout.multi_turn.environment.max_open=10"]
+    assert TrainingPlan(load_config(TEMPLATE, keys)).environments_on_host() == 2 * 10 * 4 * GIB
+    said = "\n".join(describe(Train, TEMPLATE, keys))
+    assert re.search(r"environments +at most 80.00 GiB of a node's host memory", said)
     assert TrainingPlan(load_config(TEMPLATE)).environments_on_host() == 0
 
 
