@@ -94,7 +94,9 @@ if __name__ == "__main__":
     sampling = SamplingParams(4000, eos_token_ids=(tokenizer.eos_token_id,))
     found, _ = loop.run(ScriptedEngine(says), requests, records, sampling, seed=0, step=0)
     loop.close()
-    print(json.dumps([[one.finish_reason, one.rewards.sum().item(), tokenizer.decode(one.token_ids)] for one in found]))
+    rewards = [0.0 if one.rewards is None else one.rewards.sum().item() for one in found]
+    texts = [(one.finish_reason, reward, tokenizer.decode(one.token_ids)) for one, reward in zip(found, rewards)]
+    print(json.dumps(texts))
 """
 
 
