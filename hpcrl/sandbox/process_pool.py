@@ -140,9 +140,8 @@ class _Worker:
         pipe, far_end = fork_server.context().Pipe()
         process = fork_server.spawn(source.serve, (far_end, memory_limit_mb, log_path))
         far_end.close()
-        limit_messages(
-            pipe
-        )  # a worker that stops in the middle of one counts as crashed; the rank must not wait for it
+        # A worker that stops in the middle of one counts as crashed; the rank must not wait for it.
+        limit_messages(pipe)
         return cls(process, pipe)
 
     @property

@@ -18,25 +18,9 @@ from hpcrl.observe.record.archive import step_path
 OF_A_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/", "global_seqlen/", "fully_async/")
 # Metrics of generation and of validation, which a step on recorded samples does not repeat.
 OF_GENERATION = (
-    *(
-        "val-core/",
-        "val-aux/",
-        "val/",
-        "tools/",
-        "env/",
-        "training/num_turns/",
-        "tool_call_counts/",
-        "training/off_policy/",
-    ),
-    *(
-        "training/num_sequences/",
-        "training/filter_groups/",
-        "train/num_gen_batches",
-        "reward/timeouts",
-        "reward/crashes",
-        "reward/errors",
-    ),
-    *("reward/over_limits", "reward/judge/"),
+    *("val-core/", "val-aux/", "val/", "tools/", "env/", "training/num_turns/", "training/num_sequences/"),
+    *("tool_call_counts/", "training/off_policy/", "training/filter_groups/", "train/num_gen_batches"),
+    *("reward/timeouts", "reward/crashes", "reward/errors", "reward/over_limits", "reward/judge/"),
 )
 SET = re.compile(r"(.*/)?(lr|kl_coef|reward_kl_penalty_coeff|epoch|global_step|skipped_updates)")  # not sums of terms
 COPIED = ("input_ids", "response_mask", "rollout_log_probs")  # columns that are read from the recording
