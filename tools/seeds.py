@@ -63,7 +63,10 @@ class Study:
         """Print accuracy before and after, entropy and minutes of each run, and what the algorithms gain."""
         found = {(name, seed): self.accuracy(self.lines(f"{name}_{seed}")) for name, seed in rows}
         columns = list(next(iter(found.values())))
-        print("\nalgorithm  seed   " + "".join(f"{name:16}" for name in columns) + "entropy         minutes: SFT   RL")
+        names = [name.rpartition("/")[2] for name in columns]
+        widths = [max(len(name) + 2, 16) for name in (*names, "entropy")]
+        heads = "".join(f"{name:{width}}" for name, width in zip((*names, "entropy"), widths, strict=True))
+        print(f"\nalgorithm  seed   {heads}minutes: SFT   RL")
         for (name, seed), accuracy in found.items():
             lines = self.lines(f"{name}_{seed}")
             cells = [f"{100 * before:5.1f} -> {100 * after:5.1f}" for before, after in accuracy.values()]
@@ -71,7 +74,8 @@ class Study:
             ends = f"{mean(entropy[:ENDS]):.2f} -> {mean(entropy[-ENDS:]):.2f}" if entropy else "not logged"
             cells.append(ends)
             times = f"{minutes(self.lines(f'sft_{seed}')):12.1f} {minutes(lines):4.1f}"
-            print(f"{name:9}  {seed:4}   " + "".join(f"{cell:16}" for cell in cells) + times)
+            line = "".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+            print(f"{name:9}  {seed:4}   {line}{times}")
         for algorithm in dict.fromkeys(name for name, _ in rows):
             for column in columns:
                 gains = [100 * (found[row][column][1] - found[row][column][0]) for row in rows if row[0] == algorithm]
