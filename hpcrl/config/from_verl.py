@@ -25,7 +25,6 @@ READ = "verl.trainer.main_ppo"
 VERLS_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 RENAMED, TO_DECIDE, NO_EFFECT = "under another name", "to decide, or without counterpart", "without effect here"
 WRITTEN = "under the same name"
-SHARED = ("tp", "pp", "vpp", "cp", "ep", "etp")
 WIDTH = 110
 
 
@@ -197,7 +196,8 @@ def of_config_file(path: Path, notes: list[str]) -> tuple[list[str], list[Settin
     tree = yaml_core.parse(text_of(path), str(path))
     if not isinstance(tree.value, dict):
         raise InputError(f"{path} is no mapping; expected a config of verl")
-    bases, settings = [], {}
+    bases: list[str] = []
+    settings: dict[str, Setting] = {}
     defaults = tree.value.pop("defaults", None)
     tree.value.pop("hydra", None)
     for base in (defaults.plain() if defaults is not None else None) or []:
@@ -255,9 +255,10 @@ def flattened(settings: Sequence[Setting], known: set[str]) -> Iterator[Setting]
 def outcome(setting: Setting, verl: Verl, template: Template, known: set[str]) -> Outcome:
     """Put the setting into the template, or say why not."""
     key, text = plain(setting.key), f"{setting.key}={shown(setting.value)}"
+    at = setting.place.rpartition("/")[2]
 
     def because(kind: str, reason: str) -> Outcome:
-        return Outcome(setting.key, kind, f"{text} ({setting.place}): {reason}")
+        return Outcome(setting.key, kind, f"{text} ({at}): {reason}")
 
     if unused := unused_role(key, verl):
         return because(NO_EFFECT, unused)
@@ -342,12 +343,14 @@ def additions(verl: Verl, template: Template, source: Source) -> dict[str, Any]:
     }
     if not verl.is_megatron and "model.enable_gradient_checkpointing" not in verl.values:
         added["model.recompute.granularity"] = "full"
-    if template.get("rollout.val_kwargs.temperature"):
-        added["rollout.val_kwargs.do_sample"] = False
     for role in roles:
-        for axis in ("tp", "pp", "cp", "ep") if role == "ref" else ():
+        for axis in ("tp", "pp", "vpp", "cp", "ep", "etp") if role == "ref" else ():
             added[f"placement.ref.{axis}"] = template.get(f"placement.actor.{axis}") or 1
-        if verl.parallel(role, "ep") > 1:
+        if (
+            verl.parallel(role, "ep") > 1
+            and template.get(f"placement.{role}.etp") is None
+            and (role != "ref" or template.get("placement.actor.etp") is None)
+        ):
             added[f"placement.{role}.etp"] = verl.parallel(role, "tp")  # Megatron's default
         if verl.is_dynamic(role) and (cp := verl.parallel(role, "cp")) > 1 and role != "ref":
             key = f"{role}.ppo_max_token_len_per_gpu"

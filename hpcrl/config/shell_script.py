@@ -67,15 +67,7 @@ MATHS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-TESTS: dict[str, Callable[[str, str], bool]] = {
-    "=": fnmatch.fnmatchcase,
-    "==": fnmatch.fnmatchcase,
-    "!=": lambda a, b: not fnmatch.fnmatchcase(a, b),
-    **{
-        f"-{name}": lambda a, b, test=getattr(operator, name): test(int(a), int(b)) for name in ("eq", "ne", "lt", "le")
-    },
-    **{f"-{name}": lambda a, b, test=getattr(operator, name): test(int(a), int(b)) for name in ("gt", "ge")},
-}
+COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
 def read_commands(text: str, file: str, given: Mapping[str, str]) -> tuple[list[Command], list[str]]:
@@ -209,7 +201,6 @@ class Script:
         while end not in ("fi", ""):
             if end == "else":
                 condition: Truth = True
-                self.next += 0
             else:
                 self.next += end == "if"
                 condition = self.condition()
@@ -240,11 +231,10 @@ class Script:
         plain = [str(field) for field in fields]
         negated = plain[:1] == ["!"]
         plain = plain[negated:]
-        if len(plain) == 3 and plain[1] in TESTS:
-            try:
-                holds = TESTS[plain[1]](plain[0], plain[2])
-            except ValueError:
-                return unknown
+        if len(plain) == 3 and plain[1] in ("=", "==", "!="):
+            holds = fnmatch.fnmatchcase(plain[0], plain[2]) == (plain[1] != "!=")
+        elif len(plain) == 3 and plain[1] in COMPARISONS and all(re.fullmatch(r"-?\d+", plain[at]) for at in (0, 2)):
+            holds = COMPARISONS[plain[1]](int(plain[0]), int(plain[2]))
         elif len(plain) <= 2 and plain[:1] in (["-z"], ["-n"]):
             holds = (plain[0] == "-z") == (not any(plain[1:]))
         elif len(plain) == 1:
@@ -282,8 +272,8 @@ class Script:
             self.problems.append(f"{self.place()}: the script ends here, before it trains; see the condition above it")
         if DANGLING.match(words[0].text):
             self.dangling.append(
-                f"{self.place()}: {words[0].text.split('=')[0]} is not part of a command: a comment, or a line that does "
-                "not end with \\, ends the command before it"
+                f"{self.place()}: {words[0].text.split('=')[0]} is not part of a command: a comment, or a line that "
+                "does not end with \\, ends the command before it"
             )
         self.program(words, state if chained is True or isinstance(self.state, Unknown) else True)
         return Unknown(f"{self.place()}: it depends on what a command returns")
@@ -502,11 +492,8 @@ def changes(value: str, rest: str, expand: Callable[[str], str]) -> str | None:
     if found := re.fullmatch(r"(##?|%%?)(.*)", rest):
         pattern = expand(found[2])
         from_start = found[1][0] == "#"
-        cuts = [
-            cut
-            for cut in range(len(value) + 1)
-            if fnmatch.fnmatchcase(value[:cut] if from_start else value[cut:], pattern)
-        ]
+        parts = [(value[:cut], value[cut:]) for cut in range(len(value) + 1)]
+        cuts = [cut for cut, pair in enumerate(parts) if fnmatch.fnmatchcase(pair[not from_start], pattern)]
         if not cuts:
             return value
         takes_most = len(found[1]) == 2

@@ -107,7 +107,8 @@ OF_VERL: dict[str, str | Converted] = {
     "model.gradient_accumulation_fusion",
     "<role>.megatron.override_transformer_config.{*_fusion,moe_token_dispatcher_type,moe_enable_deepep}": KERNELS,
     "<role>.megatron.override_transformer_config.{moe_grouped_gemm,moe_shared_expert_overlap,persist_*}": KERNELS,
-    "<role>.megatron.override_transformer_config.{deallocate_*,moe_router_dtype}": KERNELS,
+    "<role>.megatron.override_transformer_config.deallocate_*": KERNELS,
+    "<role>.megatron.override_transformer_config.moe_router_dtype": "routers compute in float32",
     "<role>.megatron.override_{transformer,mcore_model}_config.**": Missing(
         "the keys of model are all that can be set"
     ),
@@ -141,7 +142,7 @@ OF_VERL: dict[str, str | Converted] = {
         "use trainer.save_hf for a Hugging Face directory; the rest is always saved and loaded", values.save_contents
     ),
     "<trained>.checkpoint.**": CHECKPOINTS,
-    "{actor,critic,ref,rollout}.profiler.**": "use trainer.profile_steps",
+    "{actor,critic,ref,rollout}.profiler.**": "traces are torch's, of each rank, in trainer.profile_steps",
     "critic.enable": "the role exists where algorithm.adv_estimator needs values",
     "critic.shuffle": "use actor.shuffle, which is for both",
     "{critic.,}nccl_timeout": "use run.nccl_timeout",
@@ -157,10 +158,13 @@ OF_VERL: dict[str, str | Converted] = {
     # rollout
     "rollout.name": Converted("use rollout.engine: native, vllm or tensorrt_llm", values.engine),
     "rollout.mode": SERVERS,
-    "rollout.{nnodes,n_gpus_per_node,data_parallel_size}": "use placement.rollout.pool, whose ranks are divided by tp",
+    "rollout.{nnodes,n_gpus_per_node}": "use placement.rollout.pool, whose ranks are divided by tp",
+    "rollout.data_parallel_size": "the engine has as many replicas as placement.rollout.tp leaves",
     "rollout.tensor_model_parallel_size": "use placement.rollout.tp",
     "rollout.pipeline_model_parallel_size": "use placement.rollout.pp",
-    "rollout.expert_parallel_size": "use placement.rollout.ep",
+    "rollout.expert_parallel_size": Converted(
+        "the engine divides experts, as all weights, by placement.rollout.tp", values.engine_experts
+    ),
     "rollout.full_determinism": "use run.full_determinism",
     "rollout.{prompt_length,response_length}": "use data.max_<last>",
     "rollout.max_model_len": "it is data.max_prompt_length + data.max_response_length",
@@ -178,12 +182,14 @@ OF_VERL: dict[str, str | Converted] = {
     "rollout.checkpoint_engine.**": "weights go from shard to shard, without a backend",
     "rollout.{skip_rollout,skip_dump_dir,skip_use_default_dir}": "use trainer.rollouts_from: recorded rollouts",
     "rollout.layer_name_map.**": "weights go from shard to shard by their own names",
-    "rollout.trace.**": "use trainer.save_rollouts: `hpcrl samples` shows every sample",
+    "rollout.trace.**": "`hpcrl samples` shows every sample, with trainer.save_rollouts",
     "rollout.enable_rollout_routing_replay": Converted("use actor.router_replay.mode=R3", values.routing_replay),
     "rollout.moe_load_balance_metrics_interval": "the load of experts is among every step's metrics",
     "rollout.quantization_config_file": "use rollout.quantization, fp8 or null",
     "rollout.qat.**": QUANTIZED,
     "{rollout,model}.mtp.**": Missing("there is no multi-token prediction"),
+    "rollout.sglang_rollout_mode": SERVERS,
+    "rollout.server.**": SERVERS,
     "rollout.{engine_kwargs,router_config_path,prometheus,disaggregation}.**": SERVERS,
     "rollout.{enable_chunked_prefill,scheduling_policy,disable_log_stats}": ENGINES,
     "rollout.{logprobs_mode,multi_stage_wake_up,skip_tokenizer_init}": ENGINES,
@@ -200,7 +206,8 @@ OF_VERL: dict[str, str | Converted] = {
     "model.use_remove_padding": PACKED,
     "{actor.use_fused_kernels,model.use_fused_kernels,model.use_liger}": CHUNKED,
     "model.{fused_kernel_options,tiled_mlp}.**": CHUNKED,
-    "model.lora.{rank,alpha}": "use model.lora_<last>",
+    "model.lora.rank": "use model.lora_rank",
+    "model.lora.alpha": Converted("use model.lora_alpha", values.lora_alpha),
     "model.lora.target_modules": Converted("use model.target_modules", values.projections),
     "model.{exclude_modules,lora.exclude_modules}": "use model.target_modules: what is to have adapters",
     "model.{lora_adapter_path,lora.adapter_path}": "adapters begin anew, or continue with their run",
@@ -224,7 +231,7 @@ OF_VERL: dict[str, str | Converted] = {
     # rewards
     "reward.{reward_manager.source,reward_manager.module.**,reward_model.reward_loop_*}": PLUGIN,
     "reward.{reward_model.num_workers,sandbox_fusion.max_concurrent}": "use reward.num_workers",
-    "reward.reward_model.reward_manager": "use reward.reward_manager.name",
+    "reward.reward_model.reward_manager": Converted("use reward.reward_manager.name", values.reward_manager),
     "reward.reward_model.{use_reward_loop,launch_reward_fn_async}": "responses are scored as they are finished",
     "reward.reward_model.micro_batch_size*": Converted(
         "use reward.reward_model.max_token_len_per_gpu", values.micro_batch
@@ -233,8 +240,8 @@ OF_VERL: dict[str, str | Converted] = {
     "reward.reward_model.megatron.tensor_model_parallel_size": "use placement.reward.tp",
     "reward.reward_model.megatron.pipeline_model_parallel_size": "use placement.reward.pp",
     "reward.reward_model.{megatron,model.fsdp_config}.param_offload": "use reward.reward_model.param_offload",
-    "reward.reward_model.{megatron,fsdp_config,model.fsdp_config,profiler}.**": "the role is placed by placement.reward",
-    "reward.reward_model.{strategy,nccl_timeout,load_weight,ulysses_*}": "the role is placed by placement.reward",
+    "reward.reward_model.{megatron,fsdp_config,model.fsdp_config,profiler}.**": "placement.reward places the role",
+    "reward.reward_model.{strategy,nccl_timeout,load_weight,ulysses_*}": "placement.reward places the role",
     "reward.reward_model.max_length": "a sequence is scored whole",
     "reward.reward_model.model.input_tokenizer": "texts are rendered by the model's own tokenizer",
     "reward.reward_model.model.{use_shm,use_remove_padding,use_fused_kernels,override_config}": PACKED,
@@ -279,7 +286,7 @@ OF_VERL: dict[str, str | Converted] = {
     "async_training.trigger_parameter_sync_step": "weights go to the engine after every step",
     "async_training.{use_dynamic_resource_scheduling,dynamic_*}": "placement.pools is fixed",
     "global_profiler.steps": "use trainer.profile_steps",
-    "global_profiler.**": "use trainer.profile_steps; traces are torch's, of each rank",
+    "global_profiler.**": "traces are torch's, of each rank, in trainer.profile_steps",
     "skip.**": "use trainer.rollouts_from: the folder of recorded rollouts that feeds the steps",
     "transfer_queue.**": "samples stay on the ranks",
     "{ray_kwargs,ray_init}.**": "there is no Ray",
@@ -295,8 +302,11 @@ SAME_NAME: dict[str, values.Convert] = {
     "<trained>.optim.optimizer": values.optimizer,
     "<trained>.optim.lr_warmup_steps": values.warmup_steps,
     "actor.clip_ratio": values.clip_ratio,
+    "model.lora_alpha": values.lora_alpha,
     "model.target_modules": values.projections,
+    "reward.reward_manager.name": values.reward_manager,
     "reward.reward_model.model.path": values.reward_path,
+    "rollout.val_kwargs.do_sample": values.greedy,
     "rollout.multi_turn.max_tool_response_length": values.tool_response,
     "trainer.experiment_name": values.run_name,
     "trainer.logger": values.logger,
@@ -326,7 +336,9 @@ def counterpart(key: str) -> Counterpart | None:
         return None
     text = named(found, inside, entry.words if isinstance(entry, Converted) else entry)
     below = found.groupdict("").get("below", "").count(".")
-    return Counterpart(text if text.startswith("use ") else f"leave it out: {text}", key.count(".") + 1 - below)
+    return Counterpart(
+        text if text.startswith(("use ", "leave ")) else f"leave it out: {text}", key.count(".") + 1 - below
+    )
 
 
 def entry_of(key: str) -> tuple[re.Match[str] | None, str | Converted | None]:

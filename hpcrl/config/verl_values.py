@@ -33,6 +33,7 @@ OFF = (
     "constant",
     "torch.optim",
 )  # values without effect of keys without counterpart
+TRACKERS = get_args(get_args(get_args(Loggers)[0])[0])
 PROJECTIONS = {  # Megatron's names of them
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -46,7 +47,7 @@ class Missing(str):
 
 
 class Verl:
-    """The settings of a command of verl, by their keys without prefix. place: of the key that is being converted."""
+    """The settings of a command of verl, by their keys without prefix."""
 
     def __init__(self, values: Mapping[str, Any], is_megatron: bool):
         self.values = values
@@ -131,7 +132,28 @@ def token_length(value: Any, verl: Verl, key: str) -> Result:
 
 
 def engine(value: Any, verl: Verl, key: str) -> Result:
-    return {"rollout.engine": "tensorrt_llm" if value == "trtllm" else "native"}
+    if value != "trtllm":
+        return {"rollout.engine": "native"}
+    return {"rollout.engine": "tensorrt_llm", "rollout.trtllm.model_dir": verl.get("model.path")}
+
+
+def engine_experts(value: Any, verl: Verl, key: str) -> Result:
+    words = "the engine divides experts, as all weights, by placement.rollout.tp"
+    return words if value in (None, 1) else Missing(words)
+
+
+def greedy(value: Any, verl: Verl, key: str) -> Result:
+    return "verl's agent loop draws by val_kwargs.temperature, whatever this says; here it is null, which is the same"
+
+
+def lora_alpha(value: Any, verl: Verl, key: str) -> Result:
+    has_adapters = verl.get("model.lora_rank") or verl.get("model.lora.rank")
+    return {"model.lora_alpha": value} if has_adapters else "there are no adapters"
+
+
+def reward_manager(value: Any, verl: Verl, key: str) -> Result:
+    """verl's prime scores as naive does, in processes of its own, as every manager here."""
+    return {"reward.reward_manager.name": "naive" if value == "prime" else value}
 
 
 def num_nodes(value: Any, verl: Verl, key: str) -> Result:
@@ -159,13 +181,12 @@ def run_dir(value: Any, verl: Verl, key: str) -> Result:
 
 def logger(value: Any, verl: Verl, key: str) -> Result:
     names = value if isinstance(value, list) else [value]
-    known = [name for name in names if name in get_args(get_args(get_args(Loggers)[0])[0])]
-    return {key: known} if known == names or known else Missing("none of these trackers is supported")
+    known = [name for name in names if name in TRACKERS]
+    return {key: known} if known else Missing(f"the trackers are {', '.join(TRACKERS)}")
 
 
 def lost_loggers(value: Any) -> list[str]:
-    known = get_args(get_args(get_args(Loggers)[0])[0])
-    return [str(name) for name in (value if isinstance(value, list) else [value]) if name not in known]
+    return [str(name) for name in (value if isinstance(value, list) else [value]) if name not in TRACKERS]
 
 
 def recompute(value: Any, verl: Verl, key: str) -> Result:
