@@ -380,8 +380,10 @@ class Script:
             elif char == "'" and not in_quotes:
                 yield inner, True
             elif char == '"':
-                yield "", True
-                yield from self.pieces(inner, in_quotes=True)
+                parts = list(self.pieces(inner, in_quotes=True))
+                if not parts or any(not isinstance(value, list) for value, _ in parts):  # "$@" may be no argument
+                    yield "", True
+                yield from parts
             elif char == "`":
                 yield self.printed(inner), in_quotes
             elif raw.startswith("$((", index):

@@ -23,16 +23,7 @@ DEFAULTS = {
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
 }
-OFF = (
-    None,
-    False,
-    0,
-    0.0,
-    "",
-    "disabled",
-    "constant",
-    "torch.optim",
-)  # values without effect of keys without counterpart
+OFF = (None, False, 0, "", "disabled", "constant", "torch.optim")  # of keys without counterpart: nothing is lost
 TRACKERS = get_args(get_args(get_args(Loggers)[0])[0])
 PROJECTIONS = {  # Megatron's names of them
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
