@@ -286,6 +286,12 @@ def data(arguments: list[str]) -> NoReturn:
     command.main(arguments, load_job)
 
 
+def from_verl(arguments: list[str]) -> NoReturn:
+    from hpcrl.config import from_verl
+
+    from_verl.main(arguments)
+
+
 def status(arguments: list[str]) -> NoReturn:
     from hpcrl.slurm import status
 
@@ -333,6 +339,7 @@ TOOLS: dict[str, tuple[Callable[[list[str]], NoReturn], str]] = {
     "plan": (plan, "whether a training job fits its GPUs, and what it costs; needs neither MPI nor GPU"),
     "check": (check, "what is installed here, and what is wrong with it; with --job: the nodes of an allocation"),
     "data": (data, "datasets in verl's schema from downloaded files, their duplicates, and which tokens are trained"),
+    "from-verl": (from_verl, "a job template from a command of verl, and what became of each of its keys"),
     "submit": (submit, "a Slurm job or a chain of them, checked and with all they read"),
     "status": (status, "the state of a run and its chain, or of several runs; --watch repeats it"),
     "samples": (samples, "prompts and responses of a run: the worst, the best, by text, or of two runs"),

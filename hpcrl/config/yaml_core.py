@@ -146,3 +146,12 @@ def parse(text: str, source: str, *, numbered: bool = True) -> Node:
 def dump(value: Any) -> str:
     """Plain dicts, lists and scalars as YAML that `parse` reads back to an equal value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def dump_flow(value: Any) -> str:
+    """The same on one line, in YAML's flow notation."""
+    return (
+        yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10**6, default_flow_style=True)
+        .removesuffix("...\n")
+        .strip()
+    )
