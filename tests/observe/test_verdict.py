@@ -39,8 +39,9 @@ def written(folder: Path, **changes) -> RecordedRun:
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_raises_no_alarm(name, tmp_path):
     verdict = verdict_of(recorded(name, tmp_path))
-    assert not [one for one in (*verdict.sentences[1:2], *verdict.others) if one.severity == "bad"]
-    assert verdict.sentences[0].severity != "bad"
+    first = verdict.sentences[0]
+    assert first.severity == "good" or "may have improved" in first.text or "its noise would hide one" in first.text
+    assert not [one.text for one in (*verdict.sentences[1:], *verdict.others) if one.severity != "good"]
 
 
 def test_there_are_enough_healthy_runs():
@@ -53,6 +54,11 @@ def test_a_collapse_and_a_plateau(tmp_path):
     assert "length limit" in collapse[1].text and len(collapse) == 3
     plateau = verdict_of(recorded("plateau", tmp_path)).sentences
     assert plateau[0].severity == "look" and "did not change beyond its noise" in plateau[0].text
+
+
+def test_a_reward_for_length(tmp_path):
+    sentences = verdict_of(recorded("hack", tmp_path)).sentences
+    assert any(one.severity == "bad" and "pays for length" in one.text for one in sentences)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ FEWEST_VALUES = 4  # of a metric; second differences of fewer say nothing about 
 CERTAIN = 3.0  # standard errors that a change needs; 1 of 700 changes of pure noise has as many
 PEAK_CERTAIN = 5.0  # of a fall from the highest fifth, which is chosen among all fifths
 LEAST_SHARE = 0.02  # of the first value that a change needs; smaller ones do not matter
+BLURRED = 0.25  # of the first value; a plateau is claimed only if a change of this size would show
 AT_CEILING = 0.95  # accuracy that hardly can rise
 COLLAPSED = 0.5  # of the highest mean that is lost; dips of healthy runs lose less
 TRUNCATED, MOSTLY_TRUNCATED = 0.1, 0.5  # share of responses at the limit: if it rises; in any case
@@ -181,6 +182,13 @@ def learning(log: RunLog) -> Finding:
         return Finding("bad", f"{name} {down} {figures}: the run gets worse.", place, advice)
     if objective.is_share and trend.last >= AT_CEILING:
         return Finding("good", f"{name} stays at its ceiling, {figures}.", place)
+    if better.change > better.error:
+        return Finding("look", f"{name} may have improved, {figures}: not yet beyond its noise.", place)
+    if CERTAIN * better.error > BLURRED * abs(better.first):
+        text = (
+            f"{name} shows no change, {figures}, but its noise would hide one: more steps or validation samples tell."
+        )
+        return Finding("look", text, place)
     advice = "the learning rate, and whether samples of one prompt differ in their scores"
     return Finding("look", f"{name} did not change beyond its noise, {figures}.", place, advice)
 
