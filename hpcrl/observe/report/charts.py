@@ -127,7 +127,12 @@ def panels_of(logs: Sequence[RunLog]) -> list[dict[str, Any]]:
             matches = [tags_of_one for tags_of_one in matches if tags_of_one][:1]
         keys = list(dict.fromkeys(tag for tags_of_one in matches for tag in tags_of_one))
         if keys:
-            shown = {"section": panel.section, "title": panel.title, "unit": panel.unit, "keys": keys[:MOST_KEYS]}
+            shown: dict[str, Any] = {
+                "section": panel.section,
+                "title": panel.title,
+                "unit": panel.unit,
+                "keys": keys[:MOST_KEYS],
+            }
             shown |= {"anchor": anchor(panel.title), "is_flat": is_flat(logs, keys[:MOST_KEYS])}
             found.append(shown | {"left_out": keys[MOST_KEYS:]})
     return found

@@ -1,7 +1,7 @@
 """The first lines of the report: is a run learning, is it healthy, what to look at.
 
 A rule is a pure function of a run. It returns a Finding with the chart or the section that shows it, or None. A change
-is the mean of the last fifth of the steps less that of the first fifth; its noise is the standard error of that
+is the mean of the last fifth of the steps less that of the first fifth; its noise is the standard error of the
 difference, from second differences of neighbouring values, which a trend hardly enters.
 """
 
@@ -153,7 +153,7 @@ def learning(log: RunLog) -> Finding:
     objective = objective_of(log)
     if objective is None:
         steps = sum(step > 0 for step in log.rows)
-        return Finding("look", f"{steps} steps are too few to tell whether the run learns.", "learning")
+        return Finding("look", f"{steps} steps are too few to see whether the run learns.", "learning")
     trend = trend_of(objective.series)
     assert trend is not None
     better = trend.mirrored() if objective.is_loss else trend
@@ -185,9 +185,7 @@ def learning(log: RunLog) -> Finding:
     if better.change > better.error:
         return Finding("look", f"{name} may have improved, {figures}: not yet beyond its noise.", place)
     if CERTAIN * better.error > BLURRED * abs(better.first):
-        text = (
-            f"{name} shows no change, {figures}, but its noise would hide one: more steps or validation samples tell."
-        )
+        text = f"{name} shows no change, {figures}, but its noise would hide one: it needs more steps or validation samples."
         return Finding("look", text, place)
     advice = "the learning rate, and whether samples of one prompt differ in their scores"
     return Finding("look", f"{name} did not change beyond its noise, {figures}.", place, advice)
