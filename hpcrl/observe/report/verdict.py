@@ -185,7 +185,7 @@ def learning(log: RunLog) -> Finding:
     if better.change > better.error:
         return Finding("look", f"{name} may have improved, {figures}: not yet beyond its noise.", place)
     if CERTAIN * better.error > BLURRED * abs(better.first):
-        text = f"{name} shows no change, {figures}, but its noise would hide one: it needs more steps or validation samples."
+        text = f"{name} shows no change, {figures}, but its noise would hide one; take more steps or samples."
         return Finding("look", text, place)
     advice = "the learning rate, and whether samples of one prompt differ in their scores"
     return Finding("look", f"{name} did not change beyond its noise, {figures}.", place, advice)
