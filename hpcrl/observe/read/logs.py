@@ -44,6 +44,11 @@ class WarningGroup:
     first: str = ""
     last: str = ""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether hpcrl wrote it, not a library."""
+        return self.logger.split(".")[0] == "hpcrl"
+
 
 def log_files(run: Path) -> dict[int, Path]:
     """Rank -> its log."""

@@ -70,6 +70,12 @@ class RecordedRun:
         return self.attempts[-1].outcome if self.attempts else ("" if self.log.rows else "not started")
 
     @property
+    def has_steps(self) -> bool:
+        """Whether the folder shows a finished step: in its metrics, its log or its rollouts."""
+        logged = any(attempt.last_step for attempt in self.attempts)
+        return any(step > 0 for step in self.log.rows) or logged or bool(self.rollout_steps)
+
+    @property
     def total_steps(self) -> int | None:
         total = self.times.get("total_steps")
         logged = self.attempts[-1].total_steps if self.attempts else None

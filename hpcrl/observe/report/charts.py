@@ -127,9 +127,26 @@ def panels_of(logs: Sequence[RunLog]) -> list[dict[str, Any]]:
             matches = [tags_of_one for tags_of_one in matches if tags_of_one][:1]
         keys = list(dict.fromkeys(tag for tags_of_one in matches for tag in tags_of_one))
         if keys:
-            shown = {"section": panel.section, "title": panel.title, "unit": panel.unit, "keys": keys[:MOST_KEYS]}
+            shown: dict[str, Any] = {
+                "section": panel.section,
+                "title": panel.title,
+                "unit": panel.unit,
+                "keys": keys[:MOST_KEYS],
+            }
+            shown |= {"anchor": anchor(panel.title), "is_flat": is_flat(logs, keys[:MOST_KEYS])}
             found.append(shown | {"left_out": keys[MOST_KEYS:]})
     return found
+
+
+def is_flat(logs: Sequence[RunLog], keys: Sequence[str]) -> bool:
+    """Whether each curve of several values has the same one in all steps. NaN is not flat."""
+    values = [[value for _, value in log.series(key)] for log in logs for key in keys]
+    return any(len(curve) > 1 for curve in values) and all(len(set(curve)) < 2 for curve in values)
+
+
+def anchor(title: str) -> str:
+    """The id of a chart in the page."""
+    return "chart-" + re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def curves_of(

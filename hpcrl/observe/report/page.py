@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hpcrl.observe.read.attempts import RUNNING
 from hpcrl.observe.read.logs import shorten
 from hpcrl.observe.read.recorded_run import RecordedRun, read_recorded_runs
 from hpcrl.observe.record.progress import duration
@@ -35,6 +36,7 @@ from hpcrl.observe.report.charts import (
     rank_times,
 )
 from hpcrl.observe.report.sample_choice import SampleChoice
+from hpcrl.observe.report.verdict import verdict_of
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.runtime.launcher import format_spans
@@ -42,7 +44,7 @@ from hpcrl.sandbox.foreign_files import ERRORS, printable
 from hpcrl.sandbox.new_files import draft_of
 
 ROOM_FOR_SAMPLES = 4_500_000  # bytes of the page, of all runs together
-MOST_WARNINGS, LONGEST_WARNING = 100, 1000  # groups of one run
+MOST_WARNINGS, LONGEST_WARNING = 100, 1000  # groups of one run, of each origin
 MOST_ATTEMPTS = 500  # the last ones
 LONGEST_VALUE = 300  # characters of a config value
 MOST_RANK_STEPS = 300  # columns of the heat map of ranks
@@ -68,6 +70,8 @@ def _run(run: RecordedRun, room: int, points: int) -> dict[str, Any]:
     samples = choice.data()
     notes = [*run.notes, *choice.notes]
     ranks = rank_times(run.folder, [straggler.rank for straggler in run.stragglers], notes)
+    own = [group for group in run.warnings if group.is_own]
+    shown = own[:MOST_WARNINGS] + [group for group in run.warnings if not group.is_own][:MOST_WARNINGS]
     story = run.attempts[-MOST_ATTEMPTS:]
     if len(story) < len(run.attempts):
         notes.append(f"slices: the last {MOST_ATTEMPTS} of {len(run.attempts)} are shown")
@@ -75,6 +79,7 @@ def _run(run: RecordedRun, room: int, points: int) -> dict[str, Any]:
         "name": run.name,
         "folder": str(run.folder),
         "state": run.state,
+        "verdict": verdict_of(run)._asdict(),
         "summary": _summary(run),
         "phases": phases_of(run.log, points),
         "busy": busy_of(run.log, points),
@@ -83,9 +88,9 @@ def _run(run: RecordedRun, room: int, points: int) -> dict[str, Any]:
         "attempts": [asdict(attempt) for attempt in story],
         "warnings": [
             asdict(group) | {"text": shorten(group.text, LONGEST_WARNING), "ranks": format_spans(sorted(group.ranks))}
-            for group in run.warnings[:MOST_WARNINGS]
+            for group in shown
         ],
-        "num_warnings": len(run.warnings),
+        "num_warnings": {"own": len(own), "libraries": len(run.warnings) - len(own)},
         "hangs": run.hangs,
         "checkpoints": [asdict(saved) | {"gib": number(saved.gib)} for saved in run.checkpoints],
         "samples": samples,
@@ -151,7 +156,7 @@ def _text(value: Any) -> str:
 
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = ("uPlot.iife.min.js", "dom.js", "charts.js", "runs.js", "samples.js", "main.js")
+SCRIPTS = ("language.js", "uPlot.iife.min.js", "dom.js", "charts.js", "runs.js", "verdict.js", "samples.js", "main.js")
 LICENCE = "uPlot.LICENSE"
 _TO_ESCAPE = re.compile("[<>&\x7f]|[^\x00-\x7f]")  # all but ASCII is looked up
 
@@ -224,7 +229,7 @@ def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> in
     """Write the page of the runs; returns its size in bytes. Raises InputError, one line."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out}: expected a file in a folder that exists")
-    found = read_recorded_runs(runs)
+    found = _with_steps(read_recorded_runs(runs))
     page = render(page_data(found, by_name=by_name), f"{', '.join(run.name for run in found)[:100]} - hpcrl report")
     try:
         with draft_of(out, mode=0o600) as draft:  # for the owner only, as the run's folder
@@ -232,3 +237,23 @@ def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> in
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written: {error.strerror}") from None
     return len(page)
+
+
+def _with_steps(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """The runs that finished a step; a line on stderr names the others. Raises InputError if there are only those."""
+    lines = {run.name: _without_steps(run) for run in runs if not run.has_steps}
+    if len(lines) == len(runs):
+        raise InputError("; ".join(lines.values()))
+    for line in lines.values():
+        print(printable(f"report: left out: {line}", one_line=True), file=sys.stderr)
+    return [run for run in runs if run.name not in lines]
+
+
+def _without_steps(run: RecordedRun) -> str:
+    reason = run.attempts[-1].reason if run.attempts else "no rank wrote a log"
+    what = (
+        "wait for its first step"
+        if run.state == RUNNING
+        else f"read {run.folder}/logs, correct that and start it again"
+    )
+    return f"{run.folder}: the run never finished a step, {run.state or 'not started'} ({shorten(reason, 300)}); {what}"

@@ -12,6 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from hpcrl.observe.read.samples import read_step_samples
 from hpcrl.observe.report.page import write_report
 from tests.observe.stories import write_hostile_run, write_long_run, write_run_with_kills, write_seeds
+from tests.observe.written_runs import write_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -183,4 +184,33 @@ def test_it_prints(browser, long_run):
     browser.open(page, scheme="dark")
     printed = browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
     assert len(printed) > 100_000
+    browser.check()
+
+
+def test_the_verdict_comes_first_and_unfolds_its_chart(browser, tmp_path):
+    run = write_long_run(tmp_path / "first", 60, archived=range(20, 61, 20))
+    rows = [row | {"reward/errors": 5.0, "actor/entropy": 1.2} for row in metrics_of(run).values()]
+    write_metrics(run, rows)
+    logged = {"hpcrl": "the save failed", "hpcrl.run": "a rank is slow", "torch": "is deprecated"}
+    lines = (f"2026-11-25 10:0{i}:00,123 WARNING {name}: {text}\n" for i, (name, text) in enumerate(logged.items()))
+    (run / "logs" / "rank_00001.log").write_text("".join(lines))
+    page = page_of(run)
+    getter = "Object.defineProperty(Navigator.prototype, 'language', {get: () => 'C'})"
+    script = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": getter})
+    try:
+        browser.open(page)
+    finally:
+        browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+    sections = browser.run("return [...document.querySelectorAll('main > section')].map(node => node.id)")
+    assert sections[:2] == ["verdict", "first-last"]
+    links = browser.texts("#verdict a.finding")
+    assert links[0].startswith("Reward rose") and "scores fail: 5.0 errors" in links[1] and len(links) == 3
+    headings = browser.texts("#first-last h3")
+    assert headings[0].startswith("Step 20") and headings[1].startswith("Step 60")
+    folded = "return document.querySelector('#chart-failed-scores').open"
+    assert not browser.run(folded)
+    browser.run("document.querySelectorAll('#verdict a.finding')[1].click()")
+    assert browser.run(folded)
+    assert [row[3] for row in browser.rows("#warning-groups")] == ["hpcrl", "hpcrl.run"]
+    assert browser.run("return document.querySelector('#library-warnings')") is None, "folded"
     browser.check()

@@ -2,7 +2,7 @@
 
 const LIGHT = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#2F9BD6", "#8C564B", "#5F5F5F", "#7A4FBF", "#3D7A1F", "#A01C4B", "#BBBBBB"];
 const DARK = ["#4DA3E0", "#FF8A3D", "#2CC79A", "#E39AC7", "#E6B93C", "#7CC8F5", "#C48A7D", "#A9A9A9", "#B395F0", "#86C66A", "#E8709A", "#666666"];
-const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
+const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [16, 4], [4, 8]];
 const MOST_BARS = 300; // steps of a stacked chart that are bars; of more, areas
 const STEPS = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * power, 5 * power]); // between two ticks
 const drawn = []; // functions that redraw a chart
@@ -44,10 +44,10 @@ function smoothed(values) {
  * A chart of lines or, with `stacked`, of areas one upon the other.
  * lines: {label, steps, values, band, colour, dash}. marks: steps with a vertical line, such as those of a resume.
  */
-function chart({ title, unit, lines, marks = [], stacked = false, wide = false, height = 210 }) {
+function chart({ title, unit, anchor = null, lines, marks = [], stacked = false, wide = false, height = 210 }) {
   const plot = el("div", { class: "plot", tabindex: "0", role: "group", "aria-label": `${title}: arrow keys move over the steps` });
   const legend = el("div", { class: "legend", "aria-live": "polite" });
-  const figure = el("figure", { class: wide ? "full" : null, "data-title": title },
+  const figure = el("figure", { class: wide ? "full" : null, id: anchor, "data-title": title },
     el("figcaption", {}, title, unit ? el("span", { class: "faint" }, ` (${unit})`) : null), plot, legend,
     folded("Table", () => valuesTable(title, lines)));
   const joined = uPlot.join(lines.map((line) => [line.steps, line.values]));
@@ -84,9 +84,10 @@ function chart({ title, unit, lines, marks = [], stacked = false, wide = false, 
     const texts = lines.map((line, i) => {
       const value = index === null ? last(raw[i]) : raw[i][index];
       const sum = line.band && index !== null ? line.band[line.steps.indexOf(steps[index])] : null;
-      return el("span", {}, swatch(line), `${line.label} `, el("span", { class: "value" }, shown(value)), sum == null ? null : ` ±${shown(sum)}`);
+      return el("span", {}, swatch(line), `${stacked ? `${i + 1} ` : ""}${line.label} `, el("span", { class: "value" }, shown(value)), sum == null ? null : ` ±${shown(sum)}`);
     });
-    legend.replaceChildren(el("span", { class: "faint" }, index === null ? "last values" : `step ${steps[index]}`), ...texts);
+    legend.replaceChildren(el("span", { class: "faint" }, index === null ? "last values" : `step ${steps[index]}`),
+      ...(stacked ? [el("span", { class: "faint" }, "from the bottom up")] : []), ...texts);
   };
   const axis = { stroke: () => style("--faint"), grid: { stroke: () => style("--grid"), width: 1 }, ticks: { stroke: () => style("--grid"), width: 1 }, font: "11px system-ui, sans-serif" };
   const options = {
@@ -124,10 +125,13 @@ function last(values) {
   return null;
 }
 
+/** A piece of the line with its dashes; of an area, a square. */
 function swatch(line) {
-  const node = el("span", { class: "swatch", "aria-hidden": "true" });
-  const colour = palette(line.colour);
-  node.style.background = line.dash ? `repeating-linear-gradient(90deg, ${colour} 0 ${2 + 2 / line.dash}px, transparent 0 7px)` : colour;
+  const node = el("span", { class: line.dash === undefined ? "swatch" : "swatch line", "aria-hidden": "true" });
+  const colour = palette(line.colour), dash = DASHES[(line.dash || 0) % DASHES.length];
+  let at = 0;
+  const stops = dash.map((length, i) => `${i % 2 ? "transparent" : colour} ${at}px ${(at += length)}px`);
+  node.style.background = stops.length ? `repeating-linear-gradient(90deg, ${stops.join(", ")})` : colour;
   return node;
 }
 

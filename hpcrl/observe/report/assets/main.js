@@ -10,6 +10,7 @@ function build() {
     nav.append(el("a", { href: `#${id}` }, title));
     page.append(el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), content));
   }
+  for (const link of page.querySelectorAll("a.finding")) if (!document.getElementById(link.hash.slice(1))) link.removeAttribute("href");
   document.documentElement.dataset.ready = "yes";
 }
 

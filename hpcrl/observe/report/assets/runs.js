@@ -3,6 +3,8 @@
 /** Sections in the order of the page: [id, title, the content or null]. */
 function sectionsOf(data) {
   return [
+    ["verdict", "Verdict", verdictSection(data)],
+    ["first-last", "First and last step", firstAndLast(data)],
     ["overview", "Overview", overview(data)],
     ["learning", "Learning", chartsOf(data, "learning")],
     ["time", "Time and memory", timeOf(data)],
@@ -47,14 +49,14 @@ function overview(data) {
       "Bold lines of more than 30 points are means over a twentieth of the run, pale ones the values; numbers below the charts are the values. Dotted lines are steps from which the run was resumed."));
 }
 
-/** The lines of a panel: with one curve, colours are keys; with several, colours are curves and dashes keys. */
+/** The lines of a panel: with one curve, colours are keys; with several, curves. Each line has its own dashes. */
 function linesOf(data, panel) {
   const names = shortened(panel.keys), lines = [];
   panel.keys.forEach((key, k) => data.curves.forEach((curve, c) => {
     if (!curve.values[key]) return;
     const one = data.curves.length === 1;
     const label = one ? names[k] : panel.keys.length > 1 ? `${curve.name}: ${names[k]}` : curve.name;
-    lines.push({ label, key, curve: curve.name, steps: curve.steps, values: curve.values[key], band: curve.band && curve.band[key], colour: one ? k : c, dash: one ? 0 : k });
+    lines.push({ label, key, curve: curve.name, steps: curve.steps, values: curve.values[key], band: curve.band && curve.band[key], colour: one ? k : c, dash: lines.length });
   }));
   return lines;
 }
@@ -72,9 +74,18 @@ function chartsOf(data, section) {
   if (!panels.length) return null;
   const marks = data.runs.length === 1 ? resumesOf(data.runs[0]) : [];
   const thinned = data.curves.filter((curve) => curve.steps.length < curve.num_steps);
+  const drawnOnes = panels.map((panel) => [panel, linesOf(data, panel)]).filter(([, lines]) => lines.length);
   return el("div", {}, thinned.length ? el("p", { class: "note" }, `${thinned[0].steps.length} of ${thinned[0].num_steps} steps are drawn, evenly spaced; metrics.jsonl has all.`) : null,
-    el("div", { class: "charts" }, ...panels.map((panel) => [panel, linesOf(data, panel)]).filter(([, lines]) => lines.length)
-      .map(([{ title, unit }, lines]) => chart({ title, unit, lines, marks }))));
+    el("div", { class: "charts" }, ...drawnOnes.filter(([panel]) => !panel.is_flat).map(([panel, lines]) => chart({ ...panel, lines, marks }))),
+    ...drawnOnes.filter(([panel]) => panel.is_flat).map(([panel, lines]) => flatChart(panel, lines, marks)));
+}
+
+/** A chart whose curves do not change, folded. */
+function flatChart(panel, lines, marks) {
+  const values = lines.map((line) => `${lines.length > 1 ? `${line.label} ` : ""}${shown(last(line.values))}`);
+  const node = folded(`${panel.title}: ${values.join(", ")} in all steps`, () => chart({ ...panel, anchor: null, lines, marks }));
+  node.id = panel.anchor;
+  return node;
 }
 
 function resumesOf(run) {
@@ -181,7 +192,12 @@ function configurationOf(data) {
 }
 
 function warningsOf(run) {
-  const rows = run.warnings.map((one) => [one.count, one.level.toLowerCase(), one.text, one.logger, one.ranks, one.first, one.last]);
-  return el("div", {}, el("p", { class: "faint" }, `Lines that differ in numbers only are one group. ${run.num_warnings} groups${run.num_warnings > rows.length ? `, the first ${rows.length} are shown` : ""}.`),
-    table([["times", true], ["level", false], ["first line of the group", false], ["logger", false], ["ranks", false], ["first", false], ["last", false]], rows, { id: "warning-groups", "aria-label": "Warnings" }));
+  const isOwn = (one) => one.logger.split(".")[0] === "hpcrl";
+  const groups = (found, id) => table([["times", true], ["level", false], ["first line of the group", false], ["logger", false], ["ranks", false], ["first", false], ["last", false]],
+    found.map((one) => [one.count, one.level.toLowerCase(), one.text, one.logger, one.ranks, one.first, one.last]), { id, "aria-label": "Warnings" });
+  const own = run.warnings.filter(isOwn), others = run.warnings.filter((one) => !isOwn(one));
+  const counted = (count, found) => `${count} groups${count > found.length ? `, the first ${found.length} are shown` : ""}`;
+  return el("div", {}, el("p", { class: "faint" }, `Lines that differ in numbers only are one group. Of hpcrl: ${counted(run.num_warnings.own, own)}.`),
+    own.length ? groups(own, "warning-groups") : null,
+    others.length ? folded(`Of libraries: ${counted(run.num_warnings.libraries, others)}`, () => groups(others, "library-warnings")) : null);
 }
