@@ -264,7 +264,10 @@ def outcome(setting: Setting, verl: Verl, template: Template, known: set[str]) -
         return because(NO_EFFECT, unused)
     if isinstance(setting.value, str) and "${" in setting.value:
         return because(TO_DECIDE, "its value is Hydra's reference to another key; write the value")
-    result = converted(key, setting.value, verl, known)
+    try:
+        result = converted(key, setting.value, verl, known)
+    except (TypeError, ValueError):  # of a unit's arithmetic
+        result = Missing("verl has no such value there, or in a key that this one is counted in; write a number")
     if isinstance(result, str):
         return because(TO_DECIDE if isinstance(result, Missing) else NO_EFFECT, result)
     for own, value in result.items():
@@ -356,7 +359,11 @@ def additions(verl: Verl, template: Template, source: Source) -> dict[str, Any]:
             key = f"{role}.ppo_max_token_len_per_gpu"
             added[key] = verl.get(key) * cp
     one = {key for key, value in added.items() if key.startswith("placement.") and value == 1}
-    return {key: value for key, value in added.items() if template.get(key) is None and key not in one}
+    return {
+        key: value
+        for key, value in added.items()
+        if template.get(key) is None and key not in one and not wrong(key, value)
+    }
 
 
 def checks(verl: Verl, template: Template) -> Iterator[str]:

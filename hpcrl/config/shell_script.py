@@ -76,8 +76,11 @@ def read_commands(text: str, file: str, given: Mapping[str, str]) -> tuple[list[
     given: variables whose values replace those of the script. Raises ConfigError, a line for each value that cannot be
     read.
     """
-    script = Script(text, file, given)
-    script.statements(())
+    try:
+        script = Script(text, file, given)
+        script.statements(())
+    except RecursionError:
+        raise ConfigError(f"{file}: blocks or expansions are nested too deep; expected a launch script") from None
     if script.problems:
         raise ConfigError(*dict.fromkeys(script.problems))
     return script.commands, script.dangling
@@ -287,6 +290,8 @@ class Script:
                 self.line = self.tokens[self.next].line
                 elements += self.fields(self.tokens[self.next])
             self.next += 1
+        if self.tokens[self.next].text != ")":
+            raise ConfigError(f"{self.place()}: ) is missing; close the array that begins here")
         self.next += 1
         return elements
 

@@ -190,6 +190,8 @@ def test_each_key_of_a_script_is_in_exactly_one_list(tmp_path: Path, seed: int) 
         ("if [ -f a ]; then B=1; fi\npython -m verl.trainer.main_ppo x.y=$B", "run.sh:1: it depends on a condition that cannot be read here; give it with --set B=VALUE"),
         ("if [ -z \"$A\" ]; then\n exit 1\nfi\npython -m verl.trainer.main_ppo", "run.sh:2: the script ends here, before it trains"),
         ("python -m verl.trainer.main_ppo x.y='a", "run.sh:1: ' is missing; close the quotation"),
+        ("A=(b c\npython -m verl.trainer.main_ppo", "run.sh:2: ) is missing; close the array"),
+        ("if [ a ]; then\n" * 3000, "run.sh: blocks or expansions are nested too deep"),
         ("torchrun -m verl.trainer.sft_trainer a.b=1", "found run.sh:1 runs verl.trainer.sft_trainer in run.sh; expected one command"),
         ("echo hello", "found no Python program in run.sh; expected one command python -m verl.trainer.main_ppo"),
         ("python -m verl.trainer.main_ppo --config-name=mine", "no such config file: mine.yaml; run from-verl in the folder"),

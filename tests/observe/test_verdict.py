@@ -97,7 +97,7 @@ def test_each_fault_is_named_and_leads_to_its_chart(changes, words, anchor, tmp_
 def test_charts_without_a_change_are_flat(tmp_path):
     run = written(tmp_path, reward__errors=lambda step: 0.0)
     flat = {panel["title"]: panel["is_flat"] for panel in panels_of([run.log])}
-    assert flat["Failed scores"] and not flat["Reward"]
+    assert flat["Failed scores and turns"] and not flat["Reward"]
 
 
 def test_a_run_that_never_finished_a_step_is_one_line(tmp_path, capsys):

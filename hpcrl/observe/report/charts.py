@@ -61,9 +61,9 @@ PANELS = (
     Panel("learning", "Preference margin", "nats", (r"rewards/(margins|chosen|rejected)",)),
     Panel(
         "learning",
-        "Failed scores",
+        "Failed scores and turns",
         "",
-        (r"reward/(timeouts|crashes|errors|over_limits)", r"reward/judge/unparsed_ratio"),
+        (r"(reward|env)/(timeouts|crashes|errors|over_limits)", r"reward/judge/unparsed_ratio"),
     ),
     Panel("time", "Tokens per second and rank", "tokens/s", (r"perf/throughput",)),
     Panel("time", "Time per step", "s", (r"perf/time_per_step", r"perf/predicted_s/step")),

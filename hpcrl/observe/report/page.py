@@ -251,9 +251,5 @@ def _with_steps(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 
 def _without_steps(run: RecordedRun) -> str:
     reason = run.attempts[-1].reason if run.attempts else "no rank wrote a log"
-    what = (
-        "wait for its first step"
-        if run.state == RUNNING
-        else f"read {run.folder}/logs, correct that and start it again"
-    )
+    what = "wait for its first step" if run.state == RUNNING else "correct that and start it again"
     return f"{run.folder}: the run never finished a step, {run.state or 'not started'} ({shorten(reason, 300)}); {what}"

@@ -33,7 +33,7 @@ PPO_KL, MUCH_PPO_KL = 0.1, 0.5  # nats of one update; 0.001 to 0.05 are usual
 REFERENCE_KL = 1.0  # nats per token from the reference; above it the texts have little in common
 GAP, LARGE_GAP = 0.05, 0.3  # nats between log-probs of rollout and training; bf16 gives 0.005 to 0.03
 GROWN = 1.5  # times the response length at the start
-SPIKE = 20.0  # times the median gradient norm; single batches reach 5 to 10
+SPIKE = 50.0  # times the median gradient norm; single batches of healthy runs reached 34
 FEW_FAILURES = 1.0  # failed scores or turns of a step in the mean
 ABORTED = 0.1  # share of empty responses
 OVERFITTED = 1.1  # times the lowest validation loss
@@ -85,9 +85,7 @@ def trend_of(series: Sequence[tuple[int, float]]) -> Trend | None:
     width = max(len(values) // 5, 1)
     means = [fmean(values[start : start + width]) for start in range(len(values) - width, -1, -width)][::-1]
     bends = [a - 2 * b + c for a, b, c in zip(values, values[1:], values[2:], strict=False)]
-    noise = math.sqrt(
-        fmean(bend * bend for bend in bends) / 6
-    )  # the variance of a second difference of noise is 6 times
+    noise = math.sqrt(fmean(bend * bend for bend in bends) / 6)  # a second difference has 6 times the variance
     first = fmean(values[:width])
     error = noise * math.sqrt(2 / width)
     return Trend(first, means[-1], means[-2], max(means), error, finite[-1][0] - finite[0][0])
@@ -327,7 +325,7 @@ def failures(run: RecordedRun) -> Finding | None:
             return Finding(
                 "look",
                 f"In a step, {name} fail: {listed} in the mean.",
-                anchor("Failed scores"),
+                anchor("Failed scores and turns"),
                 "the warnings of the run",
             )
     return None

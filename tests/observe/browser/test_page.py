@@ -207,7 +207,7 @@ def test_the_verdict_comes_first_and_unfolds_its_chart(browser, tmp_path):
     assert links[0].startswith("Reward rose") and "scores fail: 5.0 errors" in links[1] and len(links) == 3
     headings = browser.texts("#first-last h3")
     assert headings[0].startswith("Step 20") and headings[1].startswith("Step 60")
-    folded = "return document.querySelector('#chart-failed-scores').open"
+    folded = "return document.querySelector('#chart-failed-scores-and-turns').open"
     assert not browser.run(folded)
     browser.run("document.querySelectorAll('#verdict a.finding')[1].click()")
     assert browser.run(folded)
