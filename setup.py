@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 COMMON = [
     "pydantic>=2.6",  # the YAML schema: types, bounds, unknown keys
@@ -137,11 +138,28 @@ MUTATION = [
 readme = Path(__file__).with_name("README.md")
 
 # hpcrl.kernels stands in kernels/: the link is made here, because archives and some checkouts lose one that git keeps
-# machine files stand with the other YAML files, and are data of the package
-for name, target in (("kernels", "../kernels"), ("machines", "../configs/machines")):
-    link = Path(__file__).with_name("hpcrl") / name
-    if not link.exists():
-        link.symlink_to(target)
+link = Path(__file__).with_name("hpcrl") / "kernels"
+if not link.exists():
+    link.symlink_to("../kernels")
+
+TEMPLATES = ("configs", "slurm", "docs/examples", "tools/prepare_countdown.py")
+
+
+class BuildWithTemplates(build_py):
+    """Adds the files of TEMPLATES as hpcrl/templates/**. In a checkout hpcrl reads them where they stand."""
+
+    def _get_data_files(self):
+        root, target = Path(__file__).parent, Path(self.build_lib, "hpcrl", "templates")
+        paths = [
+            path
+            for name in TEMPLATES
+            for path in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])
+        ]
+        names = [
+            str(path.relative_to(root)) for path in sorted(paths) if path.is_file() and "__pycache__" not in path.parts
+        ]
+        return [*super()._get_data_files(), ("hpcrl", ".", str(target), names)]
+
 
 setup(
     name="hpcrl",
@@ -149,10 +167,23 @@ setup(
     description="RL post-training of language models as one SPMD MPI program on megatron-core",
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
     long_description_content_type="text/markdown",
+    author="hpcrl developers",
     license="Apache-2.0",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+    ],
+    keywords="reinforcement learning, RLHF, GRPO, PPO, language models, MPI, Slurm, Megatron",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["hpcrl", "hpcrl.*"]),
-    package_data={"hpcrl": ["**/*.json", "**/*.jinja", "observe/report/assets/*", "machines/*.yaml"]},
+    package_data={"hpcrl": ["**/*.json", "**/*.jinja", "observe/report/assets/*"]},
+    cmdclass={"build_py": BuildWithTemplates},
     install_requires=COMMON,
     extras_require={
         "cpu": CPU,

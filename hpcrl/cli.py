@@ -280,6 +280,12 @@ def submit(arguments: list[str]) -> NoReturn:
     submit.main(arguments, load_job, check_on_login_node, can_be_submitted)
 
 
+def init(arguments: list[str]) -> NoReturn:
+    from hpcrl.config import start_folder
+
+    start_folder.main(arguments, TOOLS["init"][1])
+
+
 def data(arguments: list[str]) -> NoReturn:
     from hpcrl.data import command
 
@@ -335,6 +341,7 @@ def fail(line: str) -> NoReturn:
 
 
 TOOLS: dict[str, tuple[Callable[[list[str]], NoReturn], str]] = {
+    "init": (init, "a folder to start from: templates, a reward function, and what to run next"),
     "run": (run_file, "a job in a Python file of your own"),
     "plan": (plan, "whether a training job fits its GPUs, and what it costs; needs neither MPI nor GPU"),
     "check": (check, "what is installed here, and what is wrong with it; with --job: the nodes of an allocation"),

@@ -38,7 +38,7 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 
 COMMANDS = (
     "convert, evaluate, generate, online_dpo, preference, rm, score, sft, train, "
-    "run, plan, check, data, submit, status, samples, report, trace, replay"
+    "init, run, plan, check, data, from-verl, submit, status, samples, report, trace, replay"
 )
 
 

@@ -95,8 +95,7 @@ say "downloading to $out"
     "${platforms[@]}" --requirement "$work/pinned.txt"
 mkdir "$work/source" # setuptools leaves folders in a checkout, and takes old files from them
 cp -RL hpcrl kernels setup.py pyproject.toml README.md LICENSE "$work/source"
-mkdir "$work/source/configs"
-cp -R configs/machines "$work/source/configs"
+cp -R --parents configs slurm docs/examples tools/prepare_countdown.py "$work/source" # TEMPLATES of setup.py
 "${pip[@]}" wheel -qq --no-deps --wheel-dir "$out" "$work/source"
 (
     cd "$out"

@@ -22,7 +22,8 @@ def main(extras: str) -> None:
     setuptools: Any = types.ModuleType("setuptools")
     setuptools.setup = about.update
     setuptools.find_packages = lambda **_: []
-    sys.modules["setuptools"] = setuptools
+    setuptools.build_py = object
+    sys.modules["setuptools"] = sys.modules["setuptools.command.build_py"] = setuptools
     os.chdir(ROOT)
     runpy.run_path("setup.py")
     known = about["extras_require"] | {"": []}

@@ -11,9 +11,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
+
+_PACKAGED = Path(__file__).resolve().parents[1] / "templates"
+IS_INSTALLED = _PACKAGED.is_dir()  # from a wheel, in which setup.py puts that folder
+TEMPLATES = _PACKAGED if IS_INSTALLED else _PACKAGED.parents[1]  # contains configs/, slurm/ and docs/examples/
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _VARIABLE = re.compile(

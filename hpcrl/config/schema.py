@@ -400,14 +400,17 @@ class SamplerConfig(OpenSection):
 
 
 class DataConfig(Section):
-    train_files: Files = Field([], description="Parquet or JSONL files of training prompts")
+    train_files: Files = Field([], description="Parquet, JSON or Arrow files of training prompts")
     train_weights: list[PositiveFloat] | None = Field(
         None, description="share of each training file in the prompts drawn; null: all files laid end to end"
     )
     sampler: SamplerConfig = subsection(SamplerConfig, "which training prompts come next")
-    val_files: Files = Field([], description="Parquet or JSONL files of validation prompts")
+    val_files: Files = Field([], description="Parquet, JSON or Arrow files of validation prompts")
     train_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N training rows; -1: all")
     val_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N validation rows; -1: all")
+    format: Literal[
+        "auto", "ready", "alpaca", "sharegpt", "sharegpt_preference", "prompt_completion", "implicit_preference"
+    ] = Field("auto", description="what the files' rows are; auto: by their columns; ready: as this program has them")
     prompt_key: str = Field("prompt", description="column that holds the chat messages or the prompt string")
     train_batch_size: PositiveInt = Field(1024, description="prompts per step, over all ranks")
     gen_batch_size: PositiveInt | None = Field(

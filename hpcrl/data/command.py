@@ -162,7 +162,7 @@ def pairs(parsed: argparse.Namespace) -> int:
 
 def show(parsed: argparse.Namespace, load_job: Callable[[str], Any]) -> int:
     config = load_job(parsed.job or "train").read_config(parsed.config, parsed.overrides)
-    job = load_job(parsed.job or job_of(columns_of(parsed.file), config))
+    job = load_job(parsed.job or job_of(columns_of(parsed.file, config.data.format), config))
     supervision = job.supervision(job.prepare(config), parsed.file, parsed.row)
     print(supervision.coloured(full=parsed.full) or supervision.bracketed(full=parsed.full))
     return exits.DONE

@@ -77,7 +77,7 @@ class Conversations:
         self._ends = end_token_ids(tokenizer)
         self._end_texts = [tokenizer.decode([end]) for end in self._ends]
         self._limit = cfg.max_prompt_length + cfg.max_response_length
-        file = RowFile(path, {cfg.image_key, cfg.video_key})
+        file = RowFile(path, {cfg.image_key, cfg.video_key}, cfg.format)
         self._reader = None if images is None else MediaReader(images, tokenizer, cfg)
         self._media = FileMedia(self._reader, file, key, cfg)
         rows = file.selected(max_samples, only)

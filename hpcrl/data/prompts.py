@@ -64,11 +64,11 @@ class PromptDataset:
         only: int | None = None,
     ) -> None:
         if not files:
-            raise InputError("no data files; set Parquet or JSONL files in data.train_files and data.val_files")
+            raise InputError("no data files; set data.train_files and data.val_files")
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._template = ChatTemplate.of_data(tokenizer, cfg)
-        self._files = [RowFile(path, {cfg.image_key, cfg.video_key}) for path in files]
+        self._files = [RowFile(path, {cfg.image_key, cfg.video_key}, cfg.format) for path in files]
         self._names = short_names(files)
         for file in self._files:
             file.require(cfg.prompt_key, "data.prompt_key")

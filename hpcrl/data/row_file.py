@@ -1,20 +1,24 @@
-"""Rows of Parquet and JSONL files, and distribution of work over ranks."""
+"""Rows of Parquet, JSON and Arrow files, and distribution of work over ranks."""
 
 from __future__ import annotations
 
 import bisect
+import gzip
 import itertools
 import json
 import logging
 import os
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hpcrl.data.formats import FORMATS, READY, converted, recognised
 from hpcrl.runtime.exits import InputError
-from hpcrl.sandbox.foreign_files import writable
+from hpcrl.sandbox.foreign_files import read_json, writable
 
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World
@@ -49,6 +53,10 @@ def _each(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Resu
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+JSON_SUFFIXES = (*JSONL_SUFFIXES, ".json", ".jsonl.gz", ".json.gz")
+ARROW_SUFFIXES = (".arrow",)
+STATE, SPLITS = "state.json", "dataset_dict.json"  # of a folder that `datasets` has saved
+EXPECTED = "a Parquet, JSONL, JSON or Arrow file, or a folder that `datasets` has saved"
 ROWS_PER_BATCH = 4096
 ROWS_PER_CHUNK = 2**17  # of a table in memory
 CACHE_BYTES = 2**28  # of row groups of a large column, per rank
@@ -109,26 +117,28 @@ def without_nulls(value: Any, nulls: Nulls = OF_JSON) -> Any:
 class RowFile:
     """One data file: `len(file)` rows, `file[i]` a dict, `file.column(name)` a list, `file.columns` the names.
 
-    Values are as `without_nulls` returns them.
+    Values are as `without_nulls` returns them. A file of another tool also has the columns that its format adds.
 
     large: columns that `file[i]` is without, and that stay in a Parquet file until rows are asked for, because every
-    rank would hold them.
+    rank would hold them. form: data.format.
     """
 
-    def __init__(self, path: str, large: Collection[str] = ()) -> None:
-        if not os.path.isfile(path):
-            found = "a directory" if os.path.isdir(path) else "no such file"
-            raise InputError(f"{path}: {found}; expected a Parquet or JSONL file (data.train_files, data.val_files)")
-        suffix = os.path.splitext(path)[1].lower()
+    def __init__(self, path: str, large: Collection[str] = (), form: str = "auto") -> None:
         self.path = path
         self._large = large
-        self._rows: ParquetRows | list[dict[str, Any]]
-        if suffix in PARQUET_SUFFIXES:
+        self._rows: ArrowRows | list[dict[str, Any]]
+        if is_saved_dataset(path) or suffix_of(path) in ARROW_SUFFIXES:
+            self._rows = ArrowRows(*read_arrow(path))
+            self.columns = self._rows.columns
+        elif not os.path.isfile(path):
+            found = "a directory" if os.path.isdir(path) else "no such file"
+            raise InputError(f"{path}: {found}; expected {EXPECTED} (data.train_files, data.val_files)")
+        elif suffix_of(path) in PARQUET_SUFFIXES:
             self._rows = ParquetRows(path, large)
             self.columns = self._rows.columns
-        elif suffix in JSONL_SUFFIXES:
+        elif suffix_of(path) in JSON_SUFFIXES:
             names, self._rows = set[str](), []
-            for number, row in read_jsonl(path):
+            for number, row in read_rows(path):
                 names.update(row)
                 try:
                     self._rows.append(without_nulls(row))
@@ -136,14 +146,20 @@ class RowFile:
                     raise InputError(f"{path}:{number}: values are nested too deep; expected a row of data") from None
             self.columns = sorted(names)
         else:
-            known = ", ".join(PARQUET_SUFFIXES + JSONL_SUFFIXES)
-            raise InputError(f"{path}: suffix {suffix or '(none)'} is not supported; expected one of {known}")
+            raise unknown_suffix(path)
+        self._format = recognised(path, self.columns, form)
+        self._added: tuple[str, ...] = ()
+        if self._format != READY:
+            self._added = FORMATS[self._format].adds
+            log.info("%s: read as %s, which has the columns %s", path, self._format, ", ".join(self._added))
+            self.columns = list(dict.fromkeys([*self.columns, *self._added]))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {name: it for name, it in self._rows[row].items() if name not in self._large}
+        values = {name: it for name, it in self._rows[row].items() if name not in self._large}
+        return values | converted(self.path, row, values, self._format) if self._added else values
 
     def selected(self, most: int, only: int | None) -> range:
         """Return the numbers of the first `most` rows (-1: all), or that of row `only`."""
@@ -155,7 +171,10 @@ class RowFile:
 
     def column(self, name: str, start: int = 0, stop: int | None = None) -> list[Any]:
         """Return values of a column in rows [start, stop); None where a row lacks it."""
-        if isinstance(self._rows, ParquetRows):
+        if name in self._added:
+            rows = range(len(self))[start:stop]
+            return [converted(self.path, row, self._rows[row], self._format)[name] for row in rows]
+        if isinstance(self._rows, ArrowRows):
             return self._rows.column(name, start, stop)
         return [row.get(name) for row in self._rows[start:stop]]
 
@@ -168,33 +187,38 @@ class RowFile:
             )
 
 
-def columns_of(path: str) -> list[str]:
-    """Columns of a data file, without reading the rows of a Parquet file."""
-    suffix = os.path.splitext(path)[1].lower()
-    if not os.path.isfile(path) or suffix not in PARQUET_SUFFIXES + JSONL_SUFFIXES:
-        return RowFile(path).columns  # raises
-    if suffix in JSONL_SUFFIXES:
-        return list(dict.fromkeys(name for _, row in read_jsonl(path) for name in row))
-    import pyarrow.parquet
-
-    with readable_parquet(path):
-        return list(pyarrow.parquet.read_schema(path).names)
-
-
-class ParquetRows:
-    """A Parquet file as an Arrow table, which takes a tenth of the memory of Python objects. large: as of RowFile."""
-
-    def __init__(self, path: str, large: Collection[str] = ()) -> None:
+def columns_of(path: str, form: str = "auto") -> list[str]:
+    """Columns of a data file, with those that its format adds, without reading the rows of a Parquet file."""
+    if not os.path.isfile(path) or suffix_of(path) not in (*PARQUET_SUFFIXES, *JSON_SUFFIXES):
+        return RowFile(path, form=form).columns
+    if suffix_of(path) in JSON_SUFFIXES:
+        names = list(dict.fromkeys(name for _, row in read_rows(path) for name in row))
+    else:
         import pyarrow.parquet
 
-        with readable_parquet(path), pyarrow.parquet.ParquetFile(path) as file:
-            self.columns: list[str] = list(file.schema_arrow.names)
-            self._large = {name: RowGroups(path, name) for name in self.columns if name in large}
-            small = [name for name in self.columns if name not in large] if self._large else None
-            # `read_table` would import pyarrow.dataset, and `file.read` fails for nested columns of more than 2 GiB
-            batches = list(file.iter_batches(ROWS_PER_CHUNK, columns=small))
-            self._table = pyarrow.Table.from_batches(batches) if batches else file.read(columns=small)
-            self._nulls = {name: Nulls.of(file.schema_arrow.field(name).type) for name in self.columns}
+        with readable_parquet(path):
+            names = list(pyarrow.parquet.read_schema(path).names)
+    name = recognised(path, names, form)
+    return names if name == READY else list(dict.fromkeys([*names, *FORMATS[name].adds]))
+
+
+def suffix_of(path: str) -> str:
+    """The ending of a file's name that says how it is written, such as `.parquet` or `.jsonl.gz`."""
+    name, suffix = os.path.splitext(path.lower())
+    return os.path.splitext(name)[1] + suffix if suffix == ".gz" else suffix
+
+
+def unknown_suffix(path: str) -> InputError:
+    known = ", ".join((*PARQUET_SUFFIXES, *JSON_SUFFIXES, *ARROW_SUFFIXES))
+    return InputError(f"{path}: suffix {suffix_of(path) or '(none)'} is not supported; expected one of {known}")
+
+
+class ArrowRows:
+    """Rows of an Arrow table, which takes a tenth of the memory of Python objects. nulls: of each column."""
+
+    def __init__(self, table: Any, nulls: Mapping[str, Nulls], large: Mapping[str, RowGroups] | None = None) -> None:
+        self.columns: list[str] = list(nulls)
+        self._table, self._nulls, self._large = table, nulls, large or {}
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -213,6 +237,73 @@ class ParquetRows:
             values = self._table.column(name).slice(start, stop - start).to_pylist()
         nulls = self._nulls[name]
         return [without_nulls(it, nulls) for it in values] if nulls.fields or nulls.inner else values
+
+
+class ParquetRows(ArrowRows):
+    """Those of a Parquet file. large: as of RowFile."""
+
+    def __init__(self, path: str, large: Collection[str] = ()) -> None:
+        import pyarrow.parquet
+
+        with readable_parquet(path), pyarrow.parquet.ParquetFile(path) as file:
+            columns = list(file.schema_arrow.names)
+            groups = {name: RowGroups(path, name) for name in columns if name in large}
+            small = [name for name in columns if name not in large] if groups else None
+            # `read_table` would import pyarrow.dataset, and `file.read` fails for nested columns of more than 2 GiB
+            batches = list(file.iter_batches(ROWS_PER_CHUNK, columns=small))
+            table = pyarrow.Table.from_batches(batches) if batches else file.read(columns=small)
+            super().__init__(table, nulls_of(file.schema_arrow), groups)
+
+
+def nulls_of(schema: Any) -> dict[str, Nulls]:
+    """Those of each column of an Arrow schema."""
+    return {name: Nulls.of(schema.field(name).type) for name in schema.names}
+
+
+def is_saved_dataset(path: str) -> bool:
+    """Whether `datasets` has saved it: a folder with the files of one split, or of several."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in (STATE, SPLITS))
+
+
+def read_arrow(path: str) -> tuple[Any, dict[str, Nulls]]:
+    """The table of a file of Arrow's IPC formats, or of a folder that `datasets` has saved, and its nulls."""
+    import pyarrow
+
+    with readable(path, "Arrow file"):
+        tables = [_mapped(file) for file in arrow_files(path)]
+        table = pyarrow.concat_tables(tables)
+    return table, nulls_of(table.schema)
+
+
+def arrow_files(path: str) -> list[str]:
+    if not os.path.isdir(path):
+        return [path]
+    if not os.path.isfile(os.path.join(path, STATE)):
+        splits = sorted(name for name in os.listdir(path) if os.path.isfile(os.path.join(path, name, STATE)))
+        raise InputError(
+            f"{path}: a folder of the splits {', '.join(splits)}; expected one; name {os.path.join(path, splits[0])}"
+            if splits
+            else f"{path}: a folder of splits, none of which is there; save it again"
+        )
+    try:
+        listed = [str(file["filename"]) for file in read_json(Path(path, STATE))["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{path}/{STATE} cannot be read ({error}); save the dataset again") from None
+    if not listed or any(os.path.basename(name) != name for name in listed):
+        raise InputError(f"{path}/{STATE} names the files {listed[:3]}; expected files of this folder")
+    return [os.path.join(path, name) for name in listed]
+
+
+def _mapped(path: str) -> Any:
+    """The table of one file, whose pages are read when they are needed."""
+    import pyarrow
+
+    source = pyarrow.memory_map(path)
+    try:
+        return pyarrow.ipc.open_stream(source).read_all()
+    except pyarrow.ArrowInvalid:
+        source.seek(0)
+        return pyarrow.ipc.open_file(source).read_all()
 
 
 class RowGroups:
@@ -260,17 +351,20 @@ class RowGroups:
 
 
 @contextmanager
-def readable_parquet(path: str) -> Iterator[None]:
+def readable(path: str, kind: str, hint: str = "write it again") -> Iterator[None]:
     """Raise InputError where reading the file raises."""
     import pyarrow
 
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(
-            f"{path}: not a readable Parquet file ({' '.join(str(error).split())[:160]}); "
-            "expected Parquet; write it again, or rename it to .jsonl if it is JSON lines"
-        ) from None
+        raise InputError(f"{path}: not a readable {kind} ({' '.join(str(error).split())[:160]}); {hint}") from None
+
+
+def readable_parquet(path: str) -> AbstractContextManager[None]:
+    return readable(
+        path, "Parquet file", "expected Parquet; write it again, or rename it to .jsonl if it is JSON lines"
+    )
 
 
 def read_parquet(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -285,9 +379,41 @@ def read_parquet(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 number += 1
 
 
+def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 1, object) of each line of a JSON-lines file, or of each item of a JSON array."""
+    return read_jsonl(path) if suffix_of(path).startswith(JSONL_SUFFIXES) else read_array(path)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Any]:
+    """The bytes of a file, those of a `.gz` file expanded."""
+    try:
+        with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: not a readable gzip file ({error}); compress it again") from None
+
+
+def read_array(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 1, object) of each item of a file that is one JSON array."""
+    with opened(path) as file:
+        try:
+            rows = json.loads(file.read())
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                f"{path}: not JSON ({error}); expected one array of objects; name it .jsonl if it has one per line"
+            ) from None
+    if not isinstance(rows, list):
+        raise InputError(f"{path}: found a JSON {type(rows).__name__}; expected an array of objects")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise InputError(f"{path}: item {number} is a JSON {type(row).__name__}; expected an object")
+        yield number, row
+
+
 def read_jsonl(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number of the line from 1, object) of each line of a JSON-lines file; blank lines are skipped."""
-    with open(path, "rb") as lines:
+    with opened(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

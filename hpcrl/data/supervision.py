@@ -48,7 +48,7 @@ class SftDataset:
             num_left = -1 if max_samples < 0 else max_samples - self._num_read
             if num_left == 0:
                 break
-            if messages_key in columns_of(path):
+            if messages_key in columns_of(path, cfg.format):
                 self._files.append(Conversations(path, tokenizer, cfg, messages_key, turns, num_left, **which))
             else:
                 columns = {"sft.answer_key": answer_key}
@@ -118,9 +118,9 @@ class SftDataset:
         return self._files[number], row - int(self._starts[number])
 
 
-def has_targets(files: Sequence[str], messages_key: str, answer_key: str) -> bool:
-    """Whether every file has a column of conversations or of answers."""
-    return all({messages_key, answer_key} & set(columns_of(path)) for path in files)
+def has_targets(files: Sequence[str], messages_key: str, answer_key: str, form: str) -> bool:
+    """Whether every file has a column of conversations or of answers. form: data.format."""
+    return all({messages_key, answer_key} & set(columns_of(path, form)) for path in files)
 
 
 OPEN, CLOSE = "\u27e6", "\u27e7"  # around trained text; in the text itself they are escaped

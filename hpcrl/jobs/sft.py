@@ -120,7 +120,7 @@ class Sft(SupervisedJob):
         data, own, inputs = data_config(self.config), self.own, Inputs(shape, tokenizer, images=images)
         splits = {"train": (data.train_files, data.train_max_samples)}
         evaluates = own.eval_freq > 0
-        if evaluates and own.eval_loss and has_targets(data.val_files, own.messages_key, own.answer_key):
+        if evaluates and own.eval_loss and has_targets(data.val_files, own.messages_key, own.answer_key, data.format):
             splits["val"] = (
                 data.val_files,
                 own.eval_samples if data.val_max_samples < 0 else min(own.eval_samples, data.val_max_samples),
@@ -135,7 +135,7 @@ class Sft(SupervisedJob):
             )
         if evaluates and own.eval_score:
             for path in data.val_files:
-                if data.prompt_key not in columns_of(path):
+                if data.prompt_key not in columns_of(path, data.format):
                     raise InputError(
                         f"{path}: no column {data.prompt_key!r} of prompts to sample for; name it in data.prompt_key, "
                         "or set sft.eval_score=false, which leaves loss and perplexity"

@@ -17,14 +17,14 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Valida
 
 from hpcrl.config import yaml_core
 from hpcrl.config.inputs import is_machine_file
+from hpcrl.config.paths import TEMPLATES
 from hpcrl.config.problems import validated
 from hpcrl.config.schema import Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.sandbox.foreign_files import MOST_CONFIG, read_text
 from hpcrl.sandbox.new_files import draft_of
 
-PACKAGED = Path(__file__).resolve().parents[1] / "machines"  # of an installed package; setup.py's link in a checkout
-MACHINES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "configs" / "machines"
+MACHINES = TEMPLATES / "configs" / "machines"
 UNKNOWN_SPREAD = 1.1  # relative error of a phase that was not measured: that of the figures in docs/performance.md
 Dtype = Literal["float32", "bfloat16", "float8"]
 Ranks = Annotated[PositiveInt, Field(strict=False)]  # keys of YAML files are text

@@ -27,7 +27,7 @@ import xxhash
 
 from hpcrl.config import yaml_core
 from hpcrl.config.inputs import file_of, inputs
-from hpcrl.config.paths import literal
+from hpcrl.config.paths import IS_INSTALLED, TEMPLATES, literal
 from hpcrl.config.schema import Config
 from hpcrl.engine.checkpoint.manifest import MANIFEST, FileEntry, write_manifest
 from hpcrl.engine.checkpoint.store import load_path
@@ -43,12 +43,9 @@ DESCRIPTION = ("config.yaml", "origin.json")
 MAX_MODULES = 2000  # Python files next to user code; more are not a small package, and copying them takes minutes
 
 
-def checkout() -> Path:
-    """Return the folder that contains hpcrl/ and slurm/."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "slurm" / "common.sh").exists():
-        raise InputError(f"{root} has no slurm/common.sh; submit needs a checkout of hpcrl, not an installed package")
-    return root
+def code_root() -> Path:
+    """Return the folder that contains hpcrl/: a checkout, which contains kernels/ and slurm/ too, or site-packages."""
+    return Path(__file__).resolve().parents[2]
 
 
 def stage(config: Config, root: Path, created_later: Collection[Path], report: Callable[[str], None]) -> Path:
@@ -141,19 +138,23 @@ def _copy_code(root: Path, target: Path) -> None:
         destination = target / inside
         destination.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / name, destination)
+    if IS_INSTALLED:
+        shutil.copytree(TEMPLATES / "slurm", target / "slurm")
 
 
 def code_files(root: Path) -> list[str]:
-    """Return git's files of hpcrl/, kernels/ and slurm/, relative to `root`; without git all files except caches."""
-    listed = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "--", *CODE)
+    """Return git's files of CODE, relative to `root`; without git all files except caches. site-packages has only
+    hpcrl/, and may be inside a repository of something else."""
+    listed = None if IS_INSTALLED else _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "--", *CODE)
     if listed:
         return [name for name in listed.splitlines() if (root / name).is_file()]
-    found = (path for folder in CODE for path in (root / folder).rglob("*") if path.is_file())
+    folders = CODE[:1] if IS_INSTALLED else CODE
+    found = (path for folder in folders for path in (root / folder).rglob("*") if path.is_file())
     return [str(path.relative_to(root)) for path in sorted(found) if "__pycache__" not in path.parts]
 
 
 def _commit(root: Path) -> str | None:
-    commit = _git(root, "rev-parse", "HEAD")
+    commit = None if IS_INSTALLED else _git(root, "rev-parse", "HEAD")
     changed = _git(root, "status", "--porcelain", "--", *CODE)
     return f"{commit.strip()}{' with changes' if changed else ''}" if commit else None
 

@@ -86,7 +86,7 @@ def main(arguments: list[str], load_job: LoadJob, check: Check, commands: Sequen
 
 
 def run(request: Request, load_job: LoadJob, check: Check) -> None:
-    root = bundle.checkout()
+    root = bundle.code_root()
     site = load_site(find_site(request.site, os.environ))
     plans: list[PlannedJob] = []
     for stage in request.stages:
