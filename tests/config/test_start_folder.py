@@ -23,7 +23,7 @@ def test_templates_of_a_new_folder_load_and_no_file_is_replaced(
     kind = KINDS[name]
     write(kind, tmp_path)
     monkeypatch.chdir(tmp_path)
-    templates = [path for path in tmp_path.rglob("grpo*.yaml")]
+    templates = list(tmp_path.rglob("grpo*.yaml"))
     assert templates and all(load_config(path).algorithm.adv_estimator == "grpo" for path in templates)
     words = [word for line in next_steps(kind, tmp_path) for word in line.split() if word.endswith(".yaml")]
     assert words and all(Path(word).exists() for word in words)
