@@ -173,10 +173,19 @@ class RowFile:
         """Return values of a column in rows [start, stop); None where a row lacks it."""
         if name in self._added:
             rows = range(len(self))[start:stop]
-            return [converted(self.path, row, self._rows[row], self._format)[name] for row in rows]
+            own = zip(rows, self._own_rows(rows), strict=True)
+            return [converted(self.path, row, values, self._format)[name] for row, values in own]
         if isinstance(self._rows, ArrowRows):
             return self._rows.column(name, start, stop)
         return [row.get(name) for row in self._rows[start:stop]]
+
+    def _own_rows(self, rows: range) -> list[dict[str, Any]]:
+        """Rows without the columns that the format adds; of a table by columns, which is faster than by rows."""
+        if not isinstance(self._rows, ArrowRows):
+            return self._rows[rows.start : rows.stop]
+        names = [name for name in self._rows.columns if name not in self._large]
+        columns = [self._rows.column(name, rows.start, rows.stop) for name in names]
+        return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def require(self, name: str, key: str) -> None:
         """Raise InputError for a non-empty file without the column `name`, which the config names under `key`."""
