@@ -212,10 +212,7 @@ class Sft(SupervisedJob):
         return metrics, shown
 
     def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        shown = {name.split("/")[-1]: value for name, value in metrics.items() if name.startswith("val-core/")}
-        if "val/loss" in metrics:
-            shown["val_loss"] = metrics["val/loss"]
-        return {"loss": metrics["train/loss"], **shown}
+        return {"loss": metrics["train/loss"]} | ({"val_loss": metrics["val/loss"]} if "val/loss" in metrics else {})
 
 
 JOB = Sft

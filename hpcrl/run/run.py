@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,10 +18,12 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.loader import dump_config
 from hpcrl.controller.controller import Controller
 from hpcrl.controller.register import Registration
+from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.record.archive import discard_from
-from hpcrl.observe.record.progress import PhaseTimers, Progress
+from hpcrl.observe.record.progress import LongPhases, PhaseTimers, Progress, validation_lines
 from hpcrl.observe.record.trackers import Status, Trackers
 from hpcrl.observe.record.writer import METRICS_FILE, MetricsWriter, without_nan
+from hpcrl.observe.report.summary import at_end, next_commands
 from hpcrl.observe.trace.rank_trace import discard_other_ranks
 from hpcrl.observe.trace.records import TRACE_FOLDER
 from hpcrl.run import disk
@@ -34,7 +37,7 @@ from hpcrl.run.time_budget import StopRequested, TimeBudget
 from hpcrl.runtime import accelerator, run_owner
 from hpcrl.runtime.exits import DONE, OTHER, REQUEUE, write_exit
 from hpcrl.runtime.job import run_directory
-from hpcrl.runtime.launcher import version_of
+from hpcrl.runtime.launcher import start_of_ranks, version_of
 from hpcrl.runtime.spans import spans
 from hpcrl.runtime.watchdog import STRAGGLERS_FILE
 from hpcrl.runtime.world import World
@@ -47,6 +50,7 @@ log = logging.getLogger(__name__)
 
 # by a run as it proceeds
 WRITTEN = (METRICS_FILE, "tensorboard", "rollouts", TRACE_FOLDER, PROFILE_FOLDER, STRAGGLERS_FILE)
+STEP = "training/global_step"
 STATUSES: dict[int, Status] = {DONE: "finished", REQUEUE: "requeued"}  # in trackers
 
 
@@ -75,7 +79,8 @@ class Run:
         first_line = 0 if start.folder is None else start.step + (start.unlogged is None)
         self.writer = MetricsWriter(self.folder, first_step=first_line)
         self.progress = Progress(total_steps, job.label, start.step + 1)
-        self.timers = PhaseTimers(announce=controller.phase)
+        self.timers = PhaseTimers(announce=self._phase)
+        self.long_phases = LongPhases(self.timers.longest, lambda: int(self.metrics.get(STEP, self.step)))
         trainer, is_sync = self.config.trainer, self.config.async_training.mode == "sync"
         self.trackers = Trackers(
             trainer.logger,
@@ -181,6 +186,7 @@ class Run:
         """Restore, run the loop, and end. Returns the exit code: done, or to be continued by another slice."""
         if self.step < self.last_step and not self.is_complete:
             disk.report(self.job, self.controller, self.folder, self.step, self.last_step)
+        self.long_phases.start()
         self._restore()
         if self._stop_requests is not None:
             self._stop_requests.save_on_interrupt()
@@ -201,6 +207,11 @@ class Run:
         self.controller.close_workers()
         return code
 
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self.controller.phase(name), self.long_phases(name):
+            yield
+
     def _take_steps(self) -> Iterator[int]:
         final: dict[str, float] = {}
         if self.unlogged is not None:
@@ -211,7 +222,7 @@ class Run:
             step, source = self.step + 1, self.rollouts
             can_repeat = source is not None and source.can_repeat
             self.budget.check("gen" if can_repeat else "step")
-            self.metrics = {"training/global_step": float(step)}
+            self.metrics = {STEP: float(step)}
             self.calls = []
             with self.profiled(step), self.timers("step"):
                 self._can_stop = can_repeat
@@ -247,9 +258,8 @@ class Run:
             run_owner.check()
             if shown:
                 self.writer.text("validation/samples", step, shown)
-            core = {name: value for name, value in found.items() if re.fullmatch("val-core/.*/mean@[0-9]+", name)}
-            if core:
-                log.info("step %d: %s", step, ", ".join(f"{name} {value:.3f}" for name, value in core.items()))
+            for line in validation_lines(found):
+                log.info("step %d: validation: %s", step, line)
         run_owner.check()
         self.writer.log(step, self.unlogged | found | self.timers.collect())
         self.trackers.poll()
@@ -393,17 +403,35 @@ class Run:
         with self.timers("save_checkpoint"):
             is_saved = self.saver.wait()
         run_owner.check()
+        self.long_phases.close()
         self.profiled.close()
         self.budget.write_times()
         self.writer.close()
         self.progress.close()
         self.trackers.finish(STATUSES[code] if is_saved else "failed")
+        if is_saved and code == DONE and self.step > self.start.step:
+            self._log_summary()
         if is_saved:
             return code
         line = "the last checkpoint could not be written, so the steps since the one before are lost; see the log"
         log.error("%s", line)
         write_exit(self.folder, OTHER, rank=0, phase="save_checkpoint", error=line)
         return OTHER
+
+    def _log_summary(self) -> None:
+        """Log what the run reached, and the commands that use it."""
+        config, job = self.config, self.job
+        has_policy = self.saver.saved_step is not None and job.trained_role == "actor"
+        commands = next_commands(
+            self.folder,
+            start_of_ranks(os.environ, self.controller.world_size),
+            evaluates=has_policy and bool(config.data.val_files) and job.file is None,
+            exports=has_policy,
+        )
+        try:
+            log.info("%s", at_end(read_run(self.folder), self.folder, commands))
+        except RunError as error:
+            log.warning("the run's metrics cannot be read: %s", error)
 
 
 def versions() -> dict[str, str]:

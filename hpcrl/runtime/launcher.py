@@ -61,6 +61,13 @@ def on_one_node(environ: Mapping[str, str]) -> bool:
     return not any(name in environ for name in ("PMI_SIZE", "PMIX_RANK"))  # started without a launcher
 
 
+def start_of_ranks(environ: Mapping[str, str], size: int) -> str:
+    """The start of a command line for so many ranks, with the launcher that started this one; "" without a launcher."""
+    if launched_rank(environ) is None:
+        return ""
+    return f"srun -n {size}" if "SLURM_STEP_ID" in environ else f"mpiexec -n {size}"
+
+
 def library_name(version: str) -> str:
     """'MPICH 5.0.2' from the string that MPI_Get_library_version returns."""
     first = version.replace("\x00", "").strip().split("\n")[0].split(",")[0]

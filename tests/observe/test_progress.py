@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from hpcrl.observe.record.progress import Progress, duration
+from hpcrl.observe.record.progress import LongPhases, Progress, duration, validation_lines
 
 
 class Terminal(io.StringIO):
@@ -58,3 +58,59 @@ def test_a_terminal_gets_a_bar():
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (59.7, "1m00s"), (185, "3m05s"), (7200, "2h00m")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+ONE = {"val-core/openai/gsm8k/acc/mean@1": 0.5, "val-core/openai/gsm8k/acc/best@4/mean": 0.9, "val-aux/x/acc/mean@1": 1}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "lines"),
+    [
+        ({}, []),
+        ({"critic/score/mean": 1.0}, []),
+        (ONE, ["openai/gsm8k  acc/mean@1 0.500"]),
+        (
+            {
+                "val-core/math/reward/mean@4": 0.25,
+                "val-core/b/acc/mean@4": 0.75,
+                "val-core/b/acc/mean@1": 1.0,
+                "val-core/aime/acc/mean@4": 0.25,
+                **ONE,
+            },
+            [
+                "mean of 4 data sources  acc/mean@1 0.750, acc/mean@4 0.500, reward/mean@4 0.250",
+                "aime                    acc/mean@4 0.250",
+                "b                       acc/mean@1 1.000, acc/mean@4 0.750",
+                "math                    reward/mean@4 0.250",
+                "openai/gsm8k            acc/mean@1 0.500",
+            ],
+        ),
+    ],
+)
+def test_validation_has_a_line_for_each_data_source(metrics, lines):
+    assert validation_lines(metrics) == lines
+
+
+def test_a_long_phase_is_logged_when_its_time_has_doubled():
+    clock = Clock()
+    longest = {}
+    phases = LongPhases(longest, lambda: 3, clock=clock)
+
+    def seconds_of_lines(until: int) -> dict[float, str]:
+        start, found = clock.now, {}
+        while clock.now < start + until:
+            clock.now += 1
+            if line := phases.line():
+                found[clock.now - start] = line
+        return found
+
+    with phases("step"):
+        assert seconds_of_lines(100) == {}
+        with phases("gen"):
+            lines = seconds_of_lines(130)
+            assert lines == {t: f"step 3: gen has run for {duration(t)}" for t in (30, 60, 120)}
+            with phases("testing"):
+                assert list(seconds_of_lines(40)) == [30]
+        longest["gen"] = 50.0
+        with phases("gen"):
+            assert seconds_of_lines(110) == {100: "step 3: gen has run for 1m40s; the longest before took 50s"}

@@ -216,3 +216,12 @@ def test_closing_table(tmp_path, capsys):
     assert "gen 1.000 2 2.0 50%" in lines
     assert "tokens/s 1,000" in lines
     assert not any(line.startswith("testing") for line in lines)
+    commands = summary.next_commands(run, "mpiexec -n 2", evaluates=True, exports=False)
+    ended = [" ".join(line.split()) for line in summary.at_end(read_run(run), run, commands).splitlines()]
+    assert ended == [
+        "done: ppo, 2 steps, 4s (2 s/step)",
+        "countdown acc/mean@1: 0.200 at step 0, 0.350 at step 2",
+        f"folder: {run}",
+        f"report: python -m hpcrl report {run} --out {run}/report.html",
+        f"evaluate: mpiexec -n 2 python -m hpcrl evaluate {run}/config.yaml model.init_from={run}",
+    ]

@@ -1,14 +1,22 @@
-"""Progress of long loops, and seconds and bytes per phase of a step."""
+"""Progress of long loops, seconds and bytes per phase of a step, and lines about validation and long phases."""
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from statistics import fmean
 from typing import TextIO
 
 from tqdm import tqdm
+
+log = logging.getLogger(__name__)
+
+MEAN = re.compile(r"val-core/(?P<source>.+)/(?P<metric>[^/]+/mean@\d+)")  # a source's name may have slashes
 
 
 class PhaseTimers:
@@ -55,6 +63,62 @@ class PhaseTimers:
         metrics.update({f"perf/bytes/{name}": count for name, count in self._bytes.items()})
         self._seconds, self._bytes = {}, {}
         return metrics
+
+
+class LongPhases:
+    """Logs phases that take long: `with long_phases("gen"): ...`, in one thread at a time.
+
+    The first line is due after `after_s` seconds, but not before twice the longest occurrence so far; each further one
+    when the time has doubled. A phase within another one is the one that is logged.
+
+    longest: seconds of the longest occurrence of each phase. step: the number of the current step.
+    """
+
+    def __init__(
+        self,
+        longest: Mapping[str, float],
+        step: Callable[[], int],
+        after_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._longest, self._step, self._after_s, self._clock = longest, step, after_s, clock
+        self._current: tuple[str, float] | None = None  # phase, begin
+        self._logged: tuple[tuple[str, float], float] | None = None  # the phase of the last line, its seconds then
+        self._ended = threading.Event()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        outer, self._current = self._current, (phase, self._clock())
+        try:
+            yield
+        finally:
+            self._current = outer
+
+    def start(self) -> None:
+        """Start the thread that logs."""
+        threading.Thread(target=self._log_lines, name="long phases", daemon=True).start()
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def line(self) -> str | None:
+        """The line that is due, if one is."""
+        current = self._current
+        if current is None or current[0] == "step":  # which contains the others
+            return None
+        phase, begin = current
+        seconds, longest = self._clock() - begin, self._longest.get(phase, 0.0)
+        before = self._logged[1] if self._logged is not None and self._logged[0] == current else longest
+        if seconds < max(self._after_s, 2 * before):
+            return None
+        self._logged = (current, seconds)
+        compared = f"; the longest before took {duration(longest)}" if longest else ""
+        return f"step {self._step()}: {phase} has run for {duration(seconds)}{compared}"
+
+    def _log_lines(self) -> None:
+        while not self._ended.wait(1.0):
+            if line := self.line():
+                log.info("%s", line)
 
 
 class Progress:
@@ -109,6 +173,28 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def validation_means(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Metric, such as acc/mean@4, -> data source -> value; both in alphabetical order."""
+    found: dict[str, dict[str, float]] = {}
+    for name in sorted(metrics):
+        if tag := MEAN.fullmatch(name):
+            found.setdefault(tag["metric"], {})[tag["source"]] = metrics[name]
+    return dict(sorted(found.items()))
+
+
+def validation_lines(metrics: Mapping[str, float]) -> list[str]:
+    """The mean over data sources, then a line for each source; one line if there is one source."""
+    means = validation_means(metrics)
+    sources = sorted({source for of_sources in means.values() for source in of_sources})
+    rows = [(name, {metric: by[name] for metric, by in means.items() if name in by}) for name in sources]
+    if len(sources) > 1:
+        rows.insert(0, (f"mean of {len(sources)} data sources", {m: fmean(by.values()) for m, by in means.items()}))
+    width = max((len(name) for name, _ in rows), default=0)
+    return [
+        f"{name:<{width}}  {', '.join(f'{metric} {value:.3f}' for metric, value in row.items())}" for name, row in rows
+    ]
 
 
 def duration(seconds: float) -> str:

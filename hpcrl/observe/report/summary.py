@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shlex import quote
 
 from hpcrl.observe.read.runlog import RunError, RunLog, read_run
-from hpcrl.observe.record.progress import duration
+from hpcrl.observe.record.progress import duration, validation_means
 from hpcrl.observe.report.scalars import Table, layout, number
 from hpcrl.sandbox.foreign_files import printable, take_any_text
 
@@ -69,6 +71,30 @@ def validation_table(run: RunLog) -> Table:
             [key.removeprefix(VALIDATION), show(before), show(after), sign(after - before), show(best), str(best_step)]
         )
     return table
+
+
+def at_end(run: RunLog, folder: Path, commands: Mapping[str, str]) -> str:
+    """Steps, time, first and last validation, the folder and the commands, for the log of a run that has ended."""
+    lines = [_heading("done", run)]
+    for metric, sources in validation_means(dict.fromkeys(run.tags(), 0.0)).items():
+        for source in sources:
+            series = run.series(f"{VALIDATION}{source}/{metric}")
+            points = dict.fromkeys((series[0], series[-1]))
+            values = ", ".join(f"{value:.3f} at step {step}" for step, value in points)
+            lines.append(f"{source} {metric}: {values}")
+    lines += [f"{f'{name}:':<9} {text}" for name, text in {"folder": folder, **commands}.items()]
+    return "\n  ".join(lines)
+
+
+def next_commands(folder: Path, launcher: str, *, evaluates: bool, exports: bool) -> dict[str, str]:
+    """What to run next on a run's folder, for a shell. launcher: how ranks are started."""
+    run, on_ranks = quote(str(folder)), f"{launcher} python -m hpcrl".strip()
+    commands = {"report": f"python -m hpcrl report {run} --out {quote(str(folder / 'report.html'))}"}
+    if evaluates:
+        commands["evaluate"] = f"{on_ranks} evaluate {quote(str(folder / 'config.yaml'))} model.init_from={run}"
+    if exports:
+        commands["export"] = f"{on_ranks} convert {run} {quote(str(folder / 'huggingface'))}"
+    return commands
 
 
 def _percentage_points(value: float) -> str:
