@@ -148,17 +148,18 @@ TEMPLATES = ("configs", "slurm", "docs/examples", "tools/prepare_countdown.py")
 class BuildWithTemplates(build_py):
     """Adds the files of TEMPLATES as hpcrl/templates/**. In a checkout hpcrl reads them where they stand."""
 
-    def _get_data_files(self):
-        root, target = Path(__file__).parent, Path(self.build_lib, "hpcrl", "templates")
-        paths = [
-            path
-            for name in TEMPLATES
-            for path in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])
-        ]
-        names = [
-            str(path.relative_to(root)) for path in sorted(paths) if path.is_file() and "__pycache__" not in path.parts
-        ]
-        return [*super()._get_data_files(), ("hpcrl", ".", str(target), names)]
+    def _get_data_files(self):  # of a wheel
+        return [*super()._get_data_files(), self.templates()]
+
+    def get_data_files_without_manifest(self):  # of an sdist
+        return [*super().get_data_files_without_manifest(), self.templates()]
+
+    def templates(self):
+        root = Path(__file__).parent
+        places = [root / name for name in TEMPLATES]
+        paths = [path for place in places for path in (place.rglob("*") if place.is_dir() else [place])]
+        inside = [path.relative_to(root) for path in paths if path.is_file() and "__pycache__" not in path.parts]
+        return "hpcrl", "", str(Path(self.build_lib, "hpcrl", "templates")), sorted(map(str, inside))
 
 
 setup(
@@ -170,7 +171,7 @@ setup(
     author="hpcrl developers",
     license="Apache-2.0",
     classifiers=[
-        "Development Status :: 4 - Beta",
+        "Development Status :: 3 - Alpha",
         "Environment :: Console",
         "Environment :: GPU :: NVIDIA CUDA",
         "Intended Audience :: Science/Research",

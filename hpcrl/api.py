@@ -1,4 +1,4 @@
-"""The names that a job, a role, an algorithm or a reward in a file of your own needs. They are stable.
+"""The names that a job, a role, an algorithm or a reward in a file of your own needs, and a notebook. They are stable.
 
 Names are imported when they are first used: a file that only declares parameters does not import torch.
 """
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from hpcrl.jobs.train import Train as Train
     from hpcrl.model.families.config_json import hf_config as hf_config
     from hpcrl.model.hf_files import hf_shards as hf_shards
+    from hpcrl.observe.read.runlog import RunLog as RunLog
+    from hpcrl.observe.read.runlog import read_run as read_run
+    from hpcrl.observe.read.runlog import read_runs as read_runs
+    from hpcrl.observe.report.curves import plot_runs as plot_runs
     from hpcrl.rewards.manager import RewardManager as RewardManager
     from hpcrl.rewards.manager import register_reward_manager as register_reward_manager
     from hpcrl.rollout.engines.engine import Engine as Engine
@@ -109,6 +113,9 @@ _MODULES = {
     "hpcrl.algorithms.advantages": ("register_adv_est",),
     "hpcrl.algorithms.aggregation": ("agg_loss",),
     "hpcrl.algorithms.metrics": ("Mean", "Sum"),
+    # runs that were logged
+    "hpcrl.observe.read.runlog": ("read_run", "read_runs", "RunLog"),
+    "hpcrl.observe.report.curves": ("plot_runs",),
 }
 
 __all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605

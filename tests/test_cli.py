@@ -59,6 +59,7 @@ COMMANDS = (
         (["plan"], "plan: the following arguments are required: [JOB.py:]CONFIG; usage: hpcrl plan [-h]"),
         (["plan", "x=1"], "plan: found the override 'x=1' in place of a YAML file; usage: hpcrl plan"),
         (["check", "a.yaml"], "check: found 'a.yaml', which only --job reads; usage: hpcrl check"),
+        (["init"], "init: one of the arguments --laptop --one-gpu --slurm is required; usage: hpcrl init [-h]"),
         (["run"], "run: the following arguments are required: CONFIG; usage: hpcrl run [JOB.py]"),
         (["run", "none.py", "a.yaml"], "none.py cannot be loaded: ImportError: no such file; name a Python file"),
         (["data"], "data: the following arguments are required: NAME; usage: hpcrl data [-h] NAME"),

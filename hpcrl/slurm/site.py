@@ -71,7 +71,7 @@ class SiteConfig(Section):
     mpi: SlurmValue | None = Field(None, description="for srun --mpi=; null: by the MPI library that Python loads")
     modules: list[SlurmValue] = Field(default_factory=list, description="modules to load")
     venv: Annotated[PathStr, AfterValidator(os.path.abspath)] | None = Field(
-        None, description="virtual environment; null: .venv of the checkout"
+        None, description="virtual environment; null: the one in which submit runs"
     )
     environment: dict[VariableName, PathStr] = Field(default_factory=dict, description="further variables of the job")
     container: ContainerConfig = Field(default_factory=ContainerConfig, description="container")

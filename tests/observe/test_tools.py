@@ -194,6 +194,19 @@ def test_curves_draw_a_picture(runs, count, tmp_path, capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_notebook_reads_plots_and_compares(runs, monkeypatch):
+    from matplotlib import pyplot
+
+    from hpcrl.api import plot_runs, read_runs
+
+    logs = read_runs(runs[:2])
+    one, both = plot_runs(logs[:1]), plot_runs(logs)
+    assert len(one.axes) == len(both.axes) and not one.legends and len(both.legends) == 1
+    assert [axes.get_title(loc="left") for axes in plot_runs(logs, "critic/score/mean").axes] == ["critic/score/mean"]
+    assert pyplot.get_fignums() == []  # a notebook shows the returned figure only
+    assert logs[0].series("critic/score/mean")[0][0] == 1
+
+
 def test_smoothing_keeps_a_constant_and_averages_noise():
     assert curves.smooth([2.0] * 9, 5) == [2.0] * 9
     assert curves.smooth([0.0, 3.0, 0.0, 3.0, 0.0], 3) == [1.5, 1.0, 2.0, 1.0, 1.5]

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")
-
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hpcrl.observe.read.runlog import RunError, RunLog, SeedMean, choose_keys, over_seeds, read_runs
@@ -33,6 +31,7 @@ Panel = Callable[[Axes, list[RunLog]], None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     take_any_text()
+    matplotlib.use("Agg")
     parser = argparse.ArgumentParser(
         prog="python -m hpcrl.observe.report.curves",
         description="Draw reward, validation accuracy, KL, entropy, response length and seconds per phase.",
@@ -55,7 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def draw(runs: list[RunLog], out: Path, pattern: str | None = None) -> None:
-    """Write the plot; `pattern` replaces the usual panels by one per matching key."""
+    """Write the plot of `plot_runs`."""
+    figure = plot_runs(runs, pattern)
+    try:
+        with draft_of(out, mode=0o600) as draft:  # for the owner only, as the runs that it is of
+            figure.savefig(draft, dpi=130)
+    except (OSError, ValueError) as error:
+        raise RunError(f"--out {out}: cannot write the picture ({error})") from None
+
+
+def plot_runs(runs: Sequence[RunLog], pattern: str | None = None) -> Figure:
+    """Learning curves of runs, which a notebook shows. `pattern`: a panel per key in which this regular expression is
+    found, in place of the usual panels."""
+    runs = list(runs)
     panels = _usual_panels(runs) if pattern is None else [_lines(key, [key]) for key in choose_keys(runs, pattern)]
     if not panels:
         raise RunError("the runs have none of the usual keys; choose some with --keys")
@@ -73,13 +84,8 @@ def draw(runs: list[RunLog], out: Path, pattern: str | None = None) -> None:
     else:
         handles = [plt.Line2D([], [], color=_colour(i), label=run.name, lw=2) for i, run in enumerate(runs)]
         figure.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
-    try:
-        with draft_of(out, mode=0o600) as draft:  # for the owner only, as the runs that it is of
-            figure.savefig(draft, dpi=130)
-    except (OSError, ValueError) as error:
-        raise RunError(f"--out {out}: cannot write the picture ({error})") from None
-    finally:
-        plt.close(figure)
+    plt.close(figure)  # a notebook would show it twice
+    return figure
 
 
 def _usual_panels(runs: list[RunLog]) -> list[Panel]:
