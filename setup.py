@@ -13,6 +13,7 @@ COMMON = [
     "h5py>=3.8",  # the rollout archive
     "pyarrow>=14",  # Parquet prompts
     "tensorboard>=2.14",  # the event files and the page that shows them
+    "safetensors",  # weights of Hugging Face directories; `plan` reads their headers
     "tokenizers",  # the tokenizer that a small model ships; transformers pins its version
     "argcomplete>=3.1",  # completion of the command line in shells
     "tqdm>=4.60",  # progress on a terminal

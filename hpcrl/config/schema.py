@@ -7,7 +7,7 @@ import math
 import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -1075,9 +1075,9 @@ def extended(
     """
 
     def make(base: type[S], name: str, fields: Mapping[str, Any]) -> type[S]:
-        made: type[S] = create_model(name.split(".")[-1], __base__=base, __module__=module, **fields)
+        made: Any = create_model(name.split(".")[-1], __base__=base, __module__=module, **fields)
         made.__qualname__ = name
-        return made
+        return cast("type[S]", made)
 
     def default(kind: type[Section], text: str) -> tuple[type[Section], Any]:
         return kind, Field(default_factory=kind, description=text)

@@ -42,6 +42,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         if hasattr(tokenizer, "backend_tokenizer"):
             check_growth(tokenizer.backend_tokenizer)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"{error.name} is not installed, which reads model.tokenizer={path}; pip install 'hpcrl[cpu]', or [gpu]"
+        ) from None
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and bare Exception alike
         if not os.path.isdir(path):
             found = "no such directory, and not in the Hugging Face cache"
