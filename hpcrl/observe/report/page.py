@@ -241,7 +241,7 @@ def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> in
 
 def _with_steps(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """The runs that finished a step; a line on stderr names the others. Raises InputError if there are only those."""
-    lines = {run.name: _without_steps(run) for run in runs if not run.has_steps}
+    lines = {run.name: _without_steps(run) for run in runs if not (run.has_steps or run.notes)}
     if len(lines) == len(runs):
         raise InputError("; ".join(lines.values()))
     for line in lines.values():

@@ -356,7 +356,7 @@ def slices(run: RecordedRun) -> Finding | None:
     if run.state in (FAILED, HANG, KILLED):
         return Finding(
             "bad",
-            f"The run ended early ({run.state}) after step {max(run.log.rows)}.",
+            f"The run ended early ({run.state}) after step {max(run.log.rows, default=0)}.",
             "slices",
             "why it ended, and the warnings",
         )
