@@ -26,7 +26,7 @@ BLURRED = 0.25  # of the first value; a plateau is claimed only if a change of t
 AT_CEILING = 0.95  # accuracy that hardly can rise
 COLLAPSED = 0.5  # of the highest mean that is lost; dips of healthy runs lose less
 TRUNCATED, MOSTLY_TRUNCATED = 0.1, 0.5  # share of responses at the limit: if it rises; in any case
-TRUNCATION_RISE = 0.05  # of that share
+TRUNCATION_RISE = 0.05  # in the truncated share, from the first fifth to the last
 ENTROPY_SHARE = 0.1  # of the entropy at the start; policies that still explore stay above
 ENTROPY_TIMES = 2.0  # the entropy at the start; learning lowers it
 PPO_KL, MUCH_PPO_KL = 0.1, 0.5  # nats of one update; 0.001 to 0.05 are usual
@@ -291,7 +291,7 @@ def gradients(run: RecordedRun) -> Finding | None:
             "bad",
             f"The gradient was not finite in {len(broken)} steps, first in step {broken[0]}.",
             place,
-            "the batch of that step and the precision",
+            "the batch of this step and the precision",
         )
     if len(series) < FEWEST_VALUES:
         return None
