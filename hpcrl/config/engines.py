@@ -31,6 +31,7 @@ class EngineSpec:
 
     name: ClassVar[str]
     params: ClassVar[type]  # its parameter dataclass
+    verl_name: ClassVar[str] = ""  # in verl's rollout.name, if `hpcrl from-verl` keeps the engine
     supports: ClassVar[frozenset[Capability]] = frozenset()
     expandable_segments: ClassVar[bool] = True  # whether CUDA's allocator may use them
 

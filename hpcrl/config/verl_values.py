@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
-from hpcrl.config.schema import Loggers, Projection
+from hpcrl.config.engines import ENGINES
+from hpcrl.config.schema import Loggers, Projection, RolloutConfig
 
 # what verl has where a command is silent, of keys that are read below
 DEFAULTS = {
@@ -123,9 +124,10 @@ def token_length(value: Any, verl: Verl, key: str) -> Result:
 
 
 def engine(value: Any, verl: Verl, key: str) -> Result:
-    if value != "trtllm":
-        return {"rollout.engine": "native"}
-    return {"rollout.engine": "tensorrt_llm", "rollout.trtllm.model_dir": verl.get("model.path")}
+    """The engine that has verl's name for it, otherwise the default one."""
+    default = RolloutConfig.model_fields["engine"].default
+    names = (name for name, spec in ENGINES.entries().items() if spec.verl_name == value)
+    return {"rollout.engine": next(names, default)}
 
 
 def engine_experts(value: Any, verl: Verl, key: str) -> Result:

@@ -40,7 +40,7 @@ from hpcrl.observe.report.verdict import verdict_of
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.runtime.launcher import format_spans
-from hpcrl.sandbox.foreign_files import ERRORS, printable
+from hpcrl.sandbox.foreign_files import ERRORS, left_out, printable
 from hpcrl.sandbox.new_files import draft_of
 
 ROOM_FOR_SAMPLES = 4_500_000  # bytes of the page, of all runs together
@@ -240,8 +240,9 @@ def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> in
 
 
 def _with_steps(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """The runs that finished a step; a line on stderr names the others. Raises InputError if there are only those."""
-    lines = {run.name: _without_steps(run) for run in runs if not (run.has_steps or run.notes)}
+    """The runs that finished a step, or have files that are not read; a line on stderr names the others. Raises
+    InputError if there are only those."""
+    lines = {run.name: _without_steps(run) for run in runs if not (run.has_steps or left_out(run.folder))}
     if len(lines) == len(runs):
         raise InputError("; ".join(lines.values()))
     for line in lines.values():

@@ -37,6 +37,7 @@ def check_model(shape: ModelShape, tp: int) -> None:
 
 @register_engine("tensorrt_llm")
 class TensorRTLLM(Engine):
+    verl_name = "trtllm"
     has_own_layout = True
     expandable_segments = False  # its sleep mode uses memory pools, which torch 2.9 cannot make from such segments
 
