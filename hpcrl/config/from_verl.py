@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hpcrl.config import yaml_core
-from hpcrl.config.problems import KeyPath, keys_of, sections_in, validated
+from hpcrl.config.problems import keys_of, leaves, sections_in, validated
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.shell_script import Argument, read_commands
 from hpcrl.config.verl_keys import converter_of_namesake, entry_of, named, plain
@@ -212,14 +212,6 @@ def of_config_file(path: Path, notes: list[str]) -> tuple[list[str], list[Settin
     for key, node in leaves((), tree):
         settings[".".join(key)] = Setting(".".join(key), node.plain(), node.place)
     return bases, list(settings.values())
-
-
-def leaves(path: KeyPath, node: Node) -> Iterator[tuple[KeyPath, Node]]:
-    if isinstance(node.value, dict) and node.value:
-        for name, inner in node.value.items():
-            yield from leaves((*path, name), inner)
-    else:
-        yield path, node
 
 
 # converting

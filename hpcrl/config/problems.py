@@ -110,7 +110,7 @@ def find(node: Node, key: KeyPath) -> Node | None:
 
 def _lines_of(tree: Node, key: UnknownKey, schema: type[Section], prefix: KeyPath) -> Iterator[Line]:
     """Those about an unknown key. Sections of verl hold keys whose counterparts are in several places."""
-    for path, leaf in _leaves(key.path, key.node):
+    for path, leaf in leaves(key.path, key.node):
         shown, words = _advice(tree, path, key, schema, prefix)
         node = find(tree, shown)
         # merged from several overrides, a mapping has the place of the last one
@@ -118,10 +118,11 @@ def _lines_of(tree: Node, key: UnknownKey, schema: type[Section], prefix: KeyPat
         yield Line(place, f"unknown key {dotted((*prefix, *shown))}; {words}")
 
 
-def _leaves(path: KeyPath, node: Node) -> Iterator[tuple[KeyPath, Node]]:
+def leaves(path: KeyPath, node: Node) -> Iterator[tuple[KeyPath, Node]]:
+    """Each value below a node that is not a mapping with keys, and its key below `path`."""
     if isinstance(node.value, dict) and node.value:
         for name, inner in node.value.items():
-            yield from _leaves((*path, name), inner)
+            yield from leaves((*path, name), inner)
     else:
         yield path, node
 
