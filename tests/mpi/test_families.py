@@ -37,7 +37,7 @@ def test_ten_steps_of_a_family(world: Any, lab: Lab, name: str) -> None:
             model={"path": str(source), "vocab_size": None},
             rollout={"checkpoint_engine": {"verify": "always"}},
             # Else a token whose experts' scores are equal but for rounding may go to others in training.
-            # At lab's 1e-3 one token of 240 is so ill-conditioned in step 7 that it exceeds the bound on some processors.
+            # At 1e-3 a token of step 7 is ill-conditioned, and exceeds the bound below on some processors.
             actor={"router_replay": {"mode": "R3" if name in WITH_EXPERTS else "disabled"}, "optim": {"lr": 3e-4}},
             algorithm={"adv_estimator": "grpo"},
             trainer={"total_training_steps": steps, "save_freq": save_freq, "save_hf": True},
