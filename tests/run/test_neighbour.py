@@ -16,17 +16,20 @@ from tests.run.small_run import compared, log_of, write_config
 from tests.runtime.conftest import MPIEXEC, REPOSITORY, environment
 
 ATTACK = (sys.executable, str(REPOSITORY / "tools" / "attack_neighbour.py"))
-# Rank 1 connects late, so that others connect before it.
+# Rank 1 connects only after somebody else did, whose connection rank 0 has closed.
 LATE = """
-import os
 import time
+from pathlib import Path
 from hpcrl import cli
 from hpcrl.runtime import key_value_store
 
 connect = key_value_store.connect
 
 def connect_late(address, secret):
-    time.sleep(1.0)
+    give_up = time.monotonic() + 60
+    log = Path("runs", "ends", "logs", "rank_00000.log")
+    while time.monotonic() < give_up and not (log.exists() and "did not send this job's secret" in log.read_text()):
+        time.sleep(0.1)
     return connect(address, secret)
 
 if __name__ == "__main__":
@@ -55,10 +58,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, floa
 
 def train(folder: Path, *before: str) -> tuple[list[dict[str, float]], str]:
     """Metrics and output of a job that saves after each step. before: what starts mpiexec."""
-    (folder / "late.py").write_text(LATE)
+    if before:
+        (folder / "late.py").write_text(LATE)
     run = {"name": "ends", "dir": str(folder / "runs"), "c10d_backend": "gloo"}  # gloo's ports are open until the end
     write_config(folder, run=run, trainer={"total_training_steps": 12, "save_freq": 1})
-    command = [*before, MPIEXEC, "-n", "2", *RANK, "late.py"]
+    command = [*before, MPIEXEC, "-n", "2", *RANK, *(["late.py"] if before else ["-m", "hpcrl", "train", "job.yaml"])]
     ended = subprocess.run(
         command, cwd=folder, env=environment(TMPDIR=str(folder / "tmp")), capture_output=True, text=True, timeout=200
     )
