@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.observe.read.evaluation import PROBLEMS_FILE, RESULT_FILE
+from hpcrl.observe.read.evaluation import PROBLEMS_FILE, RESULT_FILE, how_to_evaluate
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.observe.record.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter
@@ -52,6 +52,11 @@ class Evaluate(SamplingJob):
         if not arguments.compare:
             if arguments.json or arguments.plot:
                 raise InputError(f"evaluate: found {'--json' if arguments.json else '--plot'}, which needs --compare")
+            if (Path(arguments.config) / RESULT_FILE).exists():
+                raise InputError(
+                    f"{arguments.config} is a run that has an evaluation; to see it, add --compare; "
+                    f"{how_to_evaluate(Path(arguments.config))}"
+                )
             return False
         from hpcrl.observe.report.comparison_table import show
 

@@ -71,8 +71,9 @@ def pass_at_k(num_right: np.ndarray, n: int, k: int) -> np.ndarray:
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples; expected k between 1 and {n}")
-    of_count = np.array([1 - math.comb(n - right, k) / math.comb(n, k) for right in range(n + 1)])
-    return of_count[num_right]
+    counts, place = np.unique(num_right, return_inverse=True)
+    of_count = [1 - math.comb(n - right, k) / math.comb(n, k) for right in counts.tolist()]
+    return np.array(of_count)[place]
 
 
 def ks_of(n: int) -> list[int]:

@@ -13,6 +13,7 @@ from hpcrl.observe.read.comparison import Change, Comparison, Level
 from hpcrl.observe.read.estimates import Estimate
 from hpcrl.observe.report.curves import COLOURS
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_files import printable
 from hpcrl.sandbox.new_files import draft_of
 
 Point = tuple[str, str, Estimate]  # data source and metric, evaluation, value
@@ -31,7 +32,7 @@ def draw(comparison: Comparison, out: Path) -> None:
 def plot_comparison(comparison: Comparison) -> Figure:
     """Levels on the left and differences to the first evaluation on the right, a row of panels for each way of
     sampling. Bars are 95% intervals."""
-    names = [one.name for one in comparison.evaluations]
+    names = [_label(one.name) for one in comparison.evaluations]
     ways = comparison.ways
     points = [(_points(comparison.levels, way), _points(comparison.changes, way)) for way in ways]
     heights = [1.0 + 0.22 * len(levels) for levels, _ in points]
@@ -49,7 +50,9 @@ def plot_comparison(comparison: Comparison) -> Figure:
             _forest(axes[1], changes, names, f"difference to {names[0]}")
             axes[1].axvline(0, color="0.4", lw=0.8, zorder=0)
     handles = [plt.Line2D([], [], color=_colour(i), marker="o", ls="", label=name) for i, name in enumerate(names)]
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(len(names), 4), frameon=False)
+    legend = figure.legend(handles=handles, loc="outside upper center", ncols=min(len(names), 4), frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # names may have dollar signs
     plt.close(figure)  # a notebook would show it twice
     return figure
 
@@ -59,7 +62,7 @@ def _points(rows: Sequence[Level] | Sequence[Change], way: object) -> list[Point
     for row in rows:
         if row.way == way:
             values = row.estimates if isinstance(row, Level) else row.differences
-            found += [(f"{row.source} {metric}", row.name, value) for metric, value in values.items()]
+            found += [(_label(f"{row.source} {metric}"), _label(row.name), value) for metric, value in values.items()]
     return found
 
 
@@ -72,13 +75,17 @@ def _forest(axes: Axes, points: Sequence[Point], names: Sequence[str], title: st
         low, high = found.interval
         axes.plot([low, high], [place, place], color=_colour(index), lw=1.6)
         axes.plot([found.mean], [place], color=_colour(index), marker="o", ms=5)
-    axes.set_yticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(labels)), labels, parse_math=False)
     axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     axes.tick_params(labelsize=8)
     axes.grid(axis="x", color="0.9", lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _label(text: str) -> str:
+    return printable(text, one_line=True)
 
 
 def _colour(index: int) -> str:
