@@ -32,9 +32,12 @@ if TYPE_CHECKING:
     from hpcrl.jobs.train import Train as Train
     from hpcrl.model.families.config_json import hf_config as hf_config
     from hpcrl.model.hf_files import hf_shards as hf_shards
+    from hpcrl.observe.read.comparison import Comparison as Comparison
+    from hpcrl.observe.read.comparison import compare_evaluations as compare_evaluations
     from hpcrl.observe.read.runlog import RunLog as RunLog
     from hpcrl.observe.read.runlog import read_run as read_run
     from hpcrl.observe.read.runlog import read_runs as read_runs
+    from hpcrl.observe.report.comparison_plot import plot_comparison as plot_comparison
     from hpcrl.observe.report.curves import plot_runs as plot_runs
     from hpcrl.rewards.manager import RewardManager as RewardManager
     from hpcrl.rewards.manager import register_reward_manager as register_reward_manager
@@ -116,6 +119,9 @@ _MODULES = {
     # runs that were logged
     "hpcrl.observe.read.runlog": ("read_run", "read_runs", "RunLog"),
     "hpcrl.observe.report.curves": ("plot_runs",),
+    # evaluations of runs
+    "hpcrl.observe.read.comparison": ("compare_evaluations", "Comparison"),
+    "hpcrl.observe.report.comparison_plot": ("plot_comparison",),
 }
 
 __all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605

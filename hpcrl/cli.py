@@ -160,6 +160,9 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
         parser.error(f"found the override {config!r} in place of a YAML file")
     if not job.handles_signals:
         stop.restore_signals()
+    with exits.one_line_for_user_errors():
+        if job.run_without_ranks(parsed):
+            sys.exit(exits.DONE)
     run_on_ranks(job, parsed, stop if job.handles_signals else None)
 
 

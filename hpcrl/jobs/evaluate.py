@@ -1,7 +1,8 @@
-"""the validation of a training run, of the weights in model.init_from"""
+"""the validation of a training run, of the weights in model.init_from; --compare: evaluations with error bars"""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import TYPE_CHECKING
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.observe.read.evaluation import PROBLEMS_FILE, RESULT_FILE, how_to_evaluate
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.observe.record.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter
 from hpcrl.run.inference import SamplingJob, check_inference
+from hpcrl.run.problem_results import ProblemResults
 from hpcrl.run.start import set_aside
 from hpcrl.run.validation import Validator
 from hpcrl.runtime import run_owner
+from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.sandbox.new_files import replace_json
 
@@ -25,13 +29,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RESULT_FILE = "evaluation.json"
-
 
 class Evaluate(SamplingJob):
     """Validate in the ways of rollout.val_kwargs, in a folder of its own inside the run's."""
 
     name = "evaluate"
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.usage = (
+            f"{parser.prog} [-h] CONFIG [key=value ...]\n"
+            f"       {parser.prog} [-h] RUN [RUN ...] --compare [--json] [--plot FILE]"
+        )
+        more = "compare evaluations that exist, each with the first: folders of runs, or their evaluation.json"
+        parser.add_argument("--compare", action="store_true", help=more)
+        parser.add_argument("--json", action="store_true", help="of --compare: print JSON")
+        parser.add_argument("--plot", metavar="FILE", help="of --compare: draw the intervals; .png, .pdf or .svg")
+
+    @classmethod
+    def run_without_ranks(cls, arguments: argparse.Namespace) -> bool:
+        if not arguments.compare:
+            if arguments.json or arguments.plot:
+                raise InputError(f"evaluate: found {'--json' if arguments.json else '--plot'}, which needs --compare")
+            if (Path(arguments.config) / RESULT_FILE).exists():
+                raise InputError(
+                    f"{arguments.config} is a run that has an evaluation; to see it, add --compare; "
+                    f"{how_to_evaluate(Path(arguments.config))}"
+                )
+            return False
+        from hpcrl.observe.report.comparison_table import show
+
+        show([arguments.config, *arguments.overrides], as_json=arguments.json, plot=arguments.plot)
+        return True
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
@@ -47,7 +77,8 @@ class Evaluate(SamplingJob):
         generations = config.trainer.validation_data_dir
         run_owner.check()
         _keep_earlier(folder, step, [generations] if generations else [])
-        validator = Validator.of_job(controller, config, self.inputs, folder)
+        results = ProblemResults(self.inputs.prompts["val"])
+        validator = Validator.of_job(controller, config, self.inputs, folder, results)
         with timers("testing"):
             metrics, shown = validator.run(step)
         run_owner.check()
@@ -61,11 +92,16 @@ class Evaluate(SamplingJob):
             "step": step,
             "files": config.data.val_files,
             "num_prompts": len(self.inputs.prompts["val"]),
+            "max_response_length": config.data.max_response_length,
+            "problems_digest": results.write(self.run_folder / PROBLEMS_FILE),
             "metrics": metrics,
         }
         path = self.run_folder / RESULT_FILE
         replace_json(path, result)
-        log.info("%s\nall metrics are in %s, %s and TensorBoard, in %s", table(metrics), path, METRICS_FILE, folder)
+        log.info(
+            "%s\nall metrics are in %s, %s and TensorBoard, in %s; results of each problem in %s",
+            *(table(metrics), path, METRICS_FILE, folder, PROBLEMS_FILE),
+        )
 
 
 def _keep_earlier(folder: Path, step: int, names: list[str]) -> None:

@@ -109,6 +109,11 @@ class Job:
         add_overrides(parser)
 
     @classmethod
+    def run_without_ranks(cls, arguments: argparse.Namespace) -> bool:
+        """Do what these arguments ask for, if it needs neither a config nor MPI; whether they do."""
+        return False
+
+    @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
         """The job's config, read on rank 0."""
         return cls.prepare(cls.read_config(arguments.config, arguments.overrides))

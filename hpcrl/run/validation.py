@@ -22,9 +22,11 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config, ValKwargs
 from hpcrl.controller.controller import Controller
 from hpcrl.data.tokenizer import end_token_ids
+from hpcrl.observe.read.evaluation import Way
 from hpcrl.observe.record.writer import generations_table, write_generations
 from hpcrl.rewards.manager import has_acc
 from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.run.problem_results import ProblemResults
 from hpcrl.run.rollouts.scoring import failed_scores, score
 from hpcrl.runtime import run_owner
 
@@ -219,7 +221,7 @@ class Validator:
     difference comes from the model.
 
     num_prompts: use only the first ones. num_shown: samples of each way in the table. folder: where every sample is
-    written as `<step>.jsonl`.
+    written as `<step>.jsonl`. results: where the results of each prompt are added.
     """
 
     controller: Controller
@@ -229,6 +231,7 @@ class Validator:
     num_prompts: int | None = None
     num_shown: int = 0
     folder: Path | None = None
+    results: ProblemResults | None = None
 
     def __post_init__(self) -> None:
         self.prompts = prompts = self.inputs.prompts["val"]
@@ -240,13 +243,21 @@ class Validator:
         self.text_rank = np.unique(np.array(texts, object), return_inverse=True)[1]
 
     @classmethod
-    def of_job(cls, controller: Controller, config: Config, inputs: Inputs, folder: Path) -> Validator:
+    def of_job(
+        cls,
+        controller: Controller,
+        config: Config,
+        inputs: Inputs,
+        folder: Path,
+        results: ProblemResults | None = None,
+    ) -> Validator:
         """The validation of the job's template; `folder` is where validation_data_dir is."""
         generations = config.trainer.validation_data_dir
         return cls(
             *(controller, config, inputs, config.rollout.val_kwargs),
             num_shown=config.trainer.log_val_generations,
             folder=folder / generations if generations else None,
+            results=results,
         )
 
     def run(self, step: int) -> tuple[dict[str, float], str]:
@@ -264,6 +275,8 @@ class Validator:
             batch = self._sample(way, shown)
             sources, uids = (np.repeat(column, way.n).tolist() for column in (self.sources, self.rows))
             batch.samples["acc"] = reported_acc(batch.samples, sources)
+            if self.results is not None:
+                self.results.add(batch.samples, sources, way_of(way))
             found = metric_tags(validation_metrics(sources, uids, variables_of(batch.samples)))
             found[f"val-aux/response_length/mean@{way.n}"] = float(batch.samples["response_length"].mean())
             if "num_turns" in batch.samples:
@@ -326,6 +339,12 @@ class Validator:
 
 def temperature_of(way: ValKwargs) -> float:
     return 0.0 if way.do_sample is False else way.temperature
+
+
+def way_of(way: ValKwargs) -> Way:
+    """The way of sampling, equal for settings that draw the same tokens."""
+    temperature = temperature_of(way)
+    return Way(way.n, temperature, way.top_k, way.top_p) if temperature else Way(way.n, 0.0, -1, 1.0)
 
 
 def shown_rows(text_rank: np.ndarray, n: int, count: int) -> list[int]:

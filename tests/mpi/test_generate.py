@@ -13,6 +13,7 @@ import pytest
 
 from hpcrl.cli import load_job
 from hpcrl.config.schema import Config
+from hpcrl.observe.read.comparison import compare_evaluations
 from hpcrl.run.inference import inside_run
 from hpcrl.run.job_config import with_presets
 from hpcrl.runtime.exits import InputError
@@ -98,6 +99,26 @@ def test_evaluation_is_the_validation_of_training(world, lab: Lab, inference: In
     assert found["metrics"] == of_validation(metrics(run)[2]) == of_validation(metrics(run / "evaluate")[2])
     assert found["metrics"] != first["metrics"]
     assert {name: (run / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.slow
+@pytest.mark.world(2, 4)
+def test_layouts_write_the_same_results_of_problems(world, lab: Lab, inference: Inference) -> None:
+    """Of the same weights: the differences are 0, apart from a token at the boundary of its random number."""
+    layouts = {"problems_alone": ALONE, "problems_spread": list(PLACEMENTS[world.size].values())[-1]}
+    for name, placement in layouts.items():
+        inference.evaluate(name, placement)
+    names = list(layouts)
+    expected, found = ((lab.folder / name / "evaluation.jsonl").read_text().splitlines() for name in names)
+    assert len(expected) == 2 * 40
+    assert np.mean([line == other for line, other in zip(found, expected, strict=True)]) >= 0.97
+    comparison = compare_evaluations([lab.folder / name for name in names])
+    metrics = json.loads((lab.folder / names[0] / "evaluation.json").read_text())["metrics"]
+    for level in comparison.levels[:2]:
+        assert level.estimates["acc"].mean == metrics[f"val-core/countdown/acc/mean@{level.way.n}"]
+    assert len(comparison.changes) == 2
+    for change in comparison.changes:
+        assert abs(change.differences["acc"].mean) < 0.03 and change.differences["acc"].ties >= 38
 
 
 @pytest.mark.slow

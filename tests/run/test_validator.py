@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from hpcrl.algorithms.metrics import Sum
@@ -15,8 +16,10 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config, DataConfig, ValKwargs
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
+from hpcrl.observe.read.comparison import compare_evaluations
 from hpcrl.observe.record.writer import write_generations
 from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.run.problem_results import ProblemResults
 from hpcrl.run.validation import Validator, shown_rows
 
 TOKENIZER = Path(__file__).parents[2] / "configs" / "tokenizer"
@@ -38,7 +41,9 @@ class StandIn:
     def generate(self, batch: DataProto, sampling: SamplingParams) -> Any:
         self.samplings.append(sampling)
         lengths = np.full(len(batch), 4, np.int32)
-        return SimpleNamespace(get=lambda: DataProto({}, {"response_length": lengths}))
+        reasons = np.where(batch.samples["row"] == 1, "length", "stop").astype(object)
+        columns = {"response_length": lengths, "finish_reason": reasons}
+        return SimpleNamespace(get=lambda: DataProto({}, columns))
 
     def score(self, batch: DataProto) -> Any:
         rows, samples = batch.samples["row"], batch.samples["sample_index"]
@@ -147,6 +152,50 @@ def test_every_sample_is_written_with_verls_keys(prompts: PromptDataset, tmp_pat
     }
     assert rows[1]["acc"] is None and rows[1]["format"] == 0.5
     assert [row["n"] for row in rows] == [1] * 3 + [2] * 6
+
+
+def test_results_of_each_problem_have_the_same_means(prompts: PromptDataset, tmp_path: Path) -> None:
+    """Greedy twice in two spellings is one way. Source x has an acc, y has not; one score of x has failed."""
+    ways = [
+        ValKwargs(n=1, do_sample=False, temperature=0.7),
+        ValKwargs(n=1, top_p=0.5),
+        ValKwargs(n=3, temperature=1.0),
+    ]
+    results = ProblemResults(prompts)
+    metrics, _ = validator(prompts, ways, controller=StandIn(prompts, failing=(2,)), results=results).run(1)
+    digest = results.write(tmp_path / "evaluation.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    assert [(row["file"], row["row"], row["data_source"], row["way"]["n"]) for row in rows] == [
+        ("val.jsonl", row, SOURCES[row], n) for n in (1, 3) for row in range(3)
+    ]
+    assert [row["acc"] for row in rows[3:]] == [[1, 0, 1], None, [None] * 3]
+    assert [row["truncated"] for row in rows[:3]] == [[False], [True], [False]]
+    assert rows[4]["reward"] == [0, 1, 0] and rows[5]["response_length"] == [4, 4, 4]
+    assert len({row["digest"] for row in rows}) == 3
+
+    (tmp_path / "evaluation.json").write_text(json.dumps({"metrics": metrics, "problems_digest": digest}))
+    for level in compare_evaluations([tmp_path]).levels:
+        for name in {"acc", "reward"} & level.estimates.keys():
+            assert level.estimates[name].mean == metrics[f"val-core/{level.source}/{name}/mean@{level.way.n}"]
+
+
+def test_a_problem_is_its_contents(tmp_path: Path) -> None:
+    """Not its file, format, place or tokens; another prompt, answer or data source is another problem."""
+    row = {"prompt": [{"role": "user", "content": "1 2:"}], "data_source": "x", "reward_model": {"ground_truth": "3"}}
+    changed = [
+        {**row, "prompt": [{"role": "user", "content": "1 3:"}]},
+        {**row, "data_source": "y"},
+        {**row, "reward_model": {"ground_truth": "4"}},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [row, *changed]))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([changed[0], row]), tmp_path / "b.parquet")
+    digests = []
+    for name in ("a.jsonl", "b.parquet"):
+        data = PromptDataset([str(tmp_path / name)], load_tokenizer(str(TOKENIZER)), DataConfig())
+        results = ProblemResults(data)
+        validator(data, [ValKwargs(n=1)], results=results).run(1)
+        digests.append([one["digest"] for one in results.rows])
+    assert len(set(digests[0])) == 4 and digests[1] == [digests[0][1], digests[0][0]]
 
 
 def test_the_table_has_the_samples_that_verl_would_show(prompts: PromptDataset) -> None:
