@@ -5,6 +5,7 @@ A comment in front of a block of bash or Python says what tests/docs/test_comman
     <!-- runs -->                        runs it; the blocks of a page share a folder, in order
     <!-- runs: trainer.save_freq=1 -->   the same, with overrides for each job in it, which make it small
     <!-- not run: needs GPUs -->         leaves it out
+    <!-- runs in full: a download -->    leaves it out; tools/run_page.py, which has no overrides, runs it
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Block:
     @property
     def runs(self) -> bool:
         return self.mark == "runs" or self.mark.startswith("runs: ")
+
+    @property
+    def runs_in_full(self) -> bool:
+        return self.runs or self.mark.startswith("runs in full: ")
 
     @property
     def overrides(self) -> str:

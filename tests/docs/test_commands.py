@@ -25,7 +25,7 @@ def test_each_block_says_whether_it_runs(page: Path) -> None:
     unmarked = [
         block.line
         for block in blocks_of(page)
-        if block.language in ("bash", "python") and not block.runs and not block.mark.startswith("not run: ")
+        if block.language in ("bash", "python") and not block.runs_in_full and not block.mark.startswith("not run: ")
     ]
     assert not unmarked, f"{page.name}: blocks at lines {unmarked} have no comment, see tests/docs/pages.py"
 
@@ -35,9 +35,10 @@ def test_commands(page: Path, tmp_path: Path) -> None:
     for name in LINKS:
         (tmp_path / name).symlink_to(ROOT / name)
     make_environment(tmp_path / ".venv" / "bin")
+    folder = tmp_path
     for block in blocks_of(page):
         if block.runs:
-            run(block, tmp_path)
+            folder = run(block, tmp_path, folder)
     assert undocumented(tmp_path) == []
 
 
@@ -47,7 +48,7 @@ def undocumented(folder: Path) -> list[str]:
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     spans = [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
     documented = [re.compile(re.sub(r"<\w+>", ".+", name)) for span in spans for name in expand(span)]
-    lines = [line for path in folder.glob("runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
+    lines = [line for path in folder.glob("**/runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
     logged = sorted({key for line in lines for key in json.loads(line)})
     return [key for key in logged if not any(name.fullmatch(key) for name in documented)]
 
@@ -67,13 +68,14 @@ def make_environment(folder: Path) -> None:
     (folder / "activate").write_text(f"export PATH={folder}:{Path(sys.executable).parent}:$PATH\n")
 
 
-def run(block: Block, folder: Path) -> None:
-    """Run a block; fails with its output when any of its commands fails."""
+def run(block: Block, root: Path, folder: Path) -> Path:
+    """Run a block in `folder`, with the environment in `root`; the folder that its commands end in. Fails with its output
+    when any of its commands fails."""
     if block.language == "python":
         (folder / "block.py").write_text(block.text)
-    commands = block.text if block.language == "bash" else "python block.py"
+    commands = block.text if block.language == "bash" else "python block.py\n"
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", f"source .venv/bin/activate\n{commands}"],
+        ["bash", "-euo", "pipefail", "-c", f"source {root}/.venv/bin/activate\n{commands}pwd > {root}/.folder"],
         cwd=folder,
         env=environment(OVERRIDES=block.overrides),
         stdin=subprocess.DEVNULL,
@@ -83,3 +85,4 @@ def run(block: Block, folder: Path) -> None:
     )
     output = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert done.returncode == 0, f"the block at line {block.line} ended with {done.returncode}:\n{output}"
+    return Path((root / ".folder").read_text().strip())
