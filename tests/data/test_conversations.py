@@ -150,9 +150,9 @@ def calls(arguments: Any, parameters: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}", "fcity=Bonn;"),
-        ("{{ call.function.arguments | tojson }}", 'f{"city": "Bonn"}'),
-        ("{{ '' + call.function.arguments }}", 'f{"city":"Bonn"}'),  # only text can be joined
+        ("{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}", "f:city=Bonn;"),
+        ("{{ call.function.arguments | tojson }}", 'f:{"city": "Bonn"}'),
+        ("{{ '' + call.function.arguments }}", 'f:{"city":"Bonn"}'),  # only text can be joined
     ],
 )
 def test_arguments_that_are_json_text(tmp_path: Path, tokenizer: Any, template: str, said: str) -> None:
@@ -160,7 +160,7 @@ def test_arguments_that_are_json_text(tmp_path: Path, tokenizer: Any, template: 
     found = []
     for arguments in ('{"city":"Bonn"}', {"city": "Bonn"}):
         rows = [calls(arguments, {})]
-        cfg = {"chat_template": CALLS.replace("{{ call | tojson }}", "f" + template), "max_prompt_length": 200}
+        cfg = {"chat_template": CALLS.replace("{{ call | tojson }}", "f:" + template), "max_prompt_length": 200}
         with suppress(InputError):  # the mapping cannot be joined
             data = read(tmp_path, tokenizer, rows, **cfg)
             found.append([part.tolist() for part in data.sequence(0)])

@@ -18,6 +18,7 @@ from tests.runtime.conftest import MPIEXEC, environment
 LINKS = ("configs", "docs", "slurm", "tests", "tools")
 JOBS = ("train", "sft", "rm", "preference", "online_dpo", "generate", "evaluate", "score", "convert")
 RUNNING = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
+RARELY = ("from_trl.md", "from_llama_factory.md", "from_axolotl.md")  # test_pages.py checks their templates
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -25,18 +26,30 @@ def test_each_block_says_whether_it_runs(page: Path) -> None:
     unmarked = [
         block.line
         for block in blocks_of(page)
-        if block.language in ("bash", "python") and not block.runs and not block.mark.startswith("not run: ")
+        if block.language in ("bash", "python")
+        and not (block.runs or block.file or block.mark.startswith("not run: "))
     ]
     assert not unmarked, f"{page.name}: blocks at lines {unmarked} have no comment, see tests/docs/pages.py"
 
 
-@pytest.mark.parametrize("page", RUNNING, ids=[str(page.relative_to(ROOT)) for page in RUNNING])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.exhaustive] if page.name in RARELY else []
+        )
+        for page in RUNNING
+    ],
+)
 def test_commands(page: Path, tmp_path: Path) -> None:
     for name in LINKS:
         (tmp_path / name).symlink_to(ROOT / name)
     make_environment(tmp_path / ".venv" / "bin")
     for block in blocks_of(page):
-        if block.runs:
+        if block.file:
+            (tmp_path / block.file).parent.mkdir(exist_ok=True)
+            (tmp_path / block.file).write_text(block.text)
+        elif block.runs:
             run(block, tmp_path)
     assert undocumented(tmp_path) == []
 
