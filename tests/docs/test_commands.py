@@ -26,8 +26,7 @@ def test_each_block_says_whether_it_runs(page: Path) -> None:
     unmarked = [
         block.line
         for block in blocks_of(page)
-        if block.language in ("bash", "python")
-        and not (block.runs or block.file or block.mark.startswith("not run: "))
+        if block.language in ("bash", "python") and not (block.runs or block.file or block.mark.startswith("not run: "))
     ]
     assert not unmarked, f"{page.name}: blocks at lines {unmarked} have no comment, see tests/docs/pages.py"
 

@@ -59,7 +59,7 @@ def test_keys_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", OTHER_TOOLS, ids=[page.name for page in OTHER_TOOLS])
 def test_tables_of_keys_name_whole_keys(page: Path) -> None:
-    """`actor.optim.lr`, which `test_keys_exist` then finds, and not `optim.lr`; where there is none, the cell says so."""
+    """`actor.optim.lr`, which `test_keys_exist` finds, and not `optim.lr`; or that there is none."""
     table = page.read_text(encoding="utf-8").partition("## Keys")[2].partition("\n## ")[0]
     cells = [re.split(r"(?<!\\)\|", line)[2] for line in table.splitlines() if line.startswith("| `")]
     assert len(cells) > 15
