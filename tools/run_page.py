@@ -1,7 +1,8 @@
 """Runs the commands of a page in full: `python tools/run_page.py docs/tutorial.md [--folder DIR]`.
 
 They run in a new clone of this checkout and with a home directory of their own, in order, as typed into one terminal:
-all blocks with the comments `runs` and `runs in full` (tests/docs/pages.py). The first command that fails ends it.
+all blocks with the comments `runs`, `runs in full` and `file` (tests/docs/pages.py). It ends with the first command that
+fails.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def main() -> int:
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder / "hpcrl")], check=True)
     lines = ["set -euo pipefail"]
     for block in blocks_of(args.page):
-        if block.runs_in_full and block.language == "bash":
+        if block.file:
+            lines += [f"mkdir -p $(dirname {block.file}) && cat > {block.file} <<'END_OF_FILE'", f"{block.text}END_OF_FILE"]
+        elif block.runs_in_full and block.language == "bash":
             lines += [f"echo '== {args.page}:{block.line}, after '$SECONDS' s'", block.text]
     script = folder / "page.sh"
     script.write_text("\n".join([*lines, f"echo '== {args.page} ends after '$SECONDS' s, in {folder}'", ""]))

@@ -409,7 +409,14 @@ class DataConfig(Section):
     train_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N training rows; -1: all")
     val_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N validation rows; -1: all")
     format: Literal[
-        "auto", "ready", "alpaca", "sharegpt", "sharegpt_preference", "prompt_completion", "implicit_preference"
+        "auto",
+        "ready",
+        "alpaca",
+        "alpaca_preference",
+        "sharegpt",
+        "sharegpt_preference",
+        "prompt_completion",
+        "implicit_preference",
     ] = Field("auto", description="what the files' rows are; auto: by their columns; ready: as this program has them")
     prompt_key: str = Field("prompt", description="column that holds the chat messages or the prompt string")
     train_batch_size: PositiveInt = Field(1024, description="prompts per step, over all ranks")

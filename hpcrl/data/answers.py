@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class Answers:
     """One answer per row of `prompts`, from the column `name`, which the config names under `key`.
 
-    An answer is text, or messages: the assistant's only, or the row's prompt followed by it. Its tokens are those of
-    the text and an end-of-sequence token, which is added where the text does not end with one. If it does not fit into
-    `data.max_response_length`, it is an error under `truncation: error`; otherwise its end is cut off, including the
-    end-of-sequence token. With a `world` its ranks share the work.
+    An answer is text, the assistant's message, or a list: of it only, or of the row's prompt followed by it. Its
+    tokens are those of the text and an end-of-sequence token, which is added where the text does not end with one.
+    If it does not fit into `data.max_response_length`, it is an error under `truncation: error`; otherwise its end
+    is cut off, including the end-of-sequence token. With a `world` its ranks share the work.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Answers:
         if isinstance(value, str):
             return value
         prompt_key = cfg.prompt_key
-        messages = messages_of(value, with_parts=True)
+        messages = messages_of([value] if isinstance(value, dict) else value, with_parts=True)
         if messages and messages[-1]["role"] == "assistant" and isinstance(messages[-1]["content"], str):
             *before, answer = messages
             prompt = messages_of(prompts.row(row)[prompt_key], with_parts=True) if before else None

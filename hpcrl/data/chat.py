@@ -7,6 +7,7 @@ nested loops and long strings may take for ever.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import resource
@@ -200,7 +201,40 @@ class ChatTemplate:
         return found["input_ids"], found["offset_mapping"], found["assistant_masks"]
 
     def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
-        return self._tokenizer.apply_chat_template(list(messages), chat_template=self._own, **options, **self._options)
+        """The template's result. Arguments of tool calls that are JSON text, as in OpenAI's API, are mappings for it,
+        unless it joins them with other text, as DeepSeek-V3's does."""
+        options |= {"chat_template": self._own, **self._options}
+        given = list(messages)
+        parsed = [_with_mappings(message) for message in given]
+        try:
+            return self._tokenizer.apply_chat_template(parsed, **options)
+        except TypeError:
+            if parsed == given:
+                raise
+            return self._tokenizer.apply_chat_template(given, **options)
+
+
+def _with_mappings(message: Any) -> Any:
+    """The message with a mapping in place of the arguments of each tool call that are the JSON text of one."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return message
+    return message | {"tool_calls": [_with_mapping(call) for call in calls]}
+
+
+def _with_mapping(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _with_mapping(call["function"])}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call
+    return call | {"arguments": found} if isinstance(found, dict) else call
 
 
 def messages_of(value: Any, with_parts: bool = False) -> list[dict[str, Any]] | None:

@@ -34,19 +34,24 @@ class Format(NamedTuple):
 
 
 def alpaca(row: Row) -> dict[str, Any]:
-    """The instruction with its input as the user's message, after the rounds of `history`."""
-    instruction, context, output = (text(row, name) for name in ("instruction", "input", "output"))
-    if not instruction.strip():
-        raise BadRow("'instruction' is empty; expected the text of a task; remove the row")
+    output = text(row, "output")
     if not output.strip():
         raise BadRow("'output' is empty; expected the answer; remove the row")
+    return alpaca_preference(row) | {"answer": output}
+
+
+def alpaca_preference(row: Row) -> dict[str, Any]:
+    """The instruction with its input as the user's message, after the rounds of `history`."""
+    instruction, context = (text(row, name) for name in ("instruction", "input"))
+    if not instruction.strip():
+        raise BadRow("'instruction' is empty; expected the text of a task; remove the row")
     prompt = [message("system", system)] if (system := text(row, "system")) else []
     for turn in row.get("history") or []:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(it, str) for it in turn):
             raise BadRow(f"'history' holds {str(turn)[:80]!r}; expected pairs of an instruction and an answer")
         prompt += [message("user", turn[0]), message("assistant", turn[1])]
     prompt.append(message("user", f"{instruction}\n{context}" if context.strip() else instruction))
-    return {"prompt": prompt, "answer": output}
+    return {"prompt": prompt}
 
 
 def sharegpt(row: Row) -> dict[str, Any]:
@@ -87,6 +92,9 @@ def implicit_preference(row: Row) -> dict[str, Any]:
 
 FORMATS = {
     "alpaca": Format(("instruction", "output"), ("prompt", "messages"), ("prompt", "answer"), alpaca),
+    "alpaca_preference": Format(
+        ("instruction", "chosen", "rejected"), ("prompt", "messages", "conversations"), ("prompt",), alpaca_preference
+    ),
     "sharegpt_preference": Format(
         ("conversations", "chosen", "rejected"),
         ("prompt", "messages"),
@@ -99,7 +107,7 @@ FORMATS = {
     ),
     "implicit_preference": Format(
         ("chosen", "rejected"),
-        ("prompt", "messages", "conversations"),
+        ("prompt", "messages", "conversations", "instruction"),
         ("prompt", "chosen", "rejected"),
         implicit_preference,
     ),

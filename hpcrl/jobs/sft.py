@@ -140,7 +140,7 @@ class Sft(SupervisedJob):
                         f"{path}: no column {data.prompt_key!r} of prompts to sample for; name it in data.prompt_key, "
                         "or set sft.eval_score=false, which leaves loss and perplexity"
                     )
-            add_validation_prompts(inputs, self.config, self.world)
+            add_validation_prompts(inputs, self.config, self.world, "sft.eval_score=false, which samples nothing")
         return inputs
 
     def read_rows(self, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **which: Any) -> SftDataset:

@@ -121,14 +121,21 @@ def read_training_inputs(config: Config, world: World) -> Inputs:
     return inputs
 
 
-def add_validation_prompts(inputs: Inputs, config: Config, world: World) -> None:
-    """Read data.val_files, and check that every prompt has a scorer. Collective."""
+def add_validation_prompts(inputs: Inputs, config: Config, world: World, without: str = "") -> None:
+    """Read data.val_files, and check that every prompt has a scorer. Collective.
+
+    without: the override with which none needs one, for the error.
+    """
     data = data_config(config)
     if data.val_files:
         inputs.prompts["val"] = PromptDataset(
             data.val_files, inputs.tokenizer, data, data.val_max_samples, world, images=inputs.images
         )
-    _check_scorers(inputs, config, world)
+    try:
+        _check_scorers(inputs, config, world)
+    except InputError as error:
+        lines = [f"{line}; or set {without}" if without else line for line in error.lines]
+        raise InputError(*lines, everywhere=error.everywhere) from None
 
 
 def read_generation_inputs(config: Config, split: str, world: World, *, scored: bool = True) -> Inputs:

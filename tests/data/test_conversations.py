@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,29 @@ def calls(arguments: Any, parameters: dict[str, Any]) -> dict[str, Any]:
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     schema = {"name": "f", "parameters": {"properties": parameters}}
     return {"messages": [{"role": "user", "content": "go"}, called, *ROWS[0]["messages"][-1:]], "tools": [schema]}
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}", "f:city=Bonn;"),
+        ("{{ call.function.arguments | tojson }}", 'f:{"city": "Bonn"}'),
+        ("{{ '' + call.function.arguments }}", 'f:{"city":"Bonn"}'),  # only text can be joined
+    ],
+)
+def test_arguments_that_are_json_text(tmp_path: Path, tokenizer: Any, template: str, said: str) -> None:
+    """OpenAI's API has them so; most templates take a mapping."""
+    found = []
+    for arguments in ('{"city":"Bonn"}', {"city": "Bonn"}):
+        rows = [calls(arguments, {})]
+        cfg = {"chat_template": CALLS.replace("{{ call | tojson }}", "f:" + template), "max_prompt_length": 200}
+        with suppress(InputError):  # the mapping cannot be joined
+            data = read(tmp_path, tokenizer, rows, **cfg)
+            found.append([part.tolist() for part in data.sequence(0)])
+    assert f"{said}<|eos|>" in tokenizer.decode(found[0][1])
+    assert found[1:] in ([], found[:1])
+    data = read(tmp_path, tokenizer, [calls("to Bonn", {})], **{**cfg, "chat_template": CALLS})
+    assert '"arguments": "to Bonn"' in tokenizer.decode(data.sequence(0)[1])
 
 
 def test_a_parquet_row_has_no_keys_of_other_rows(tmp_path: Path, tokenizer: Any) -> None:

@@ -149,8 +149,14 @@ def test_pairs_and_labels(kind: str, tmp_path: Path, tokenizer: Any) -> None:
         | {"chosen": {"from": "gpt", "value": "1"}, "rejected": {"from": "gpt", "value": "2"}}
         for row in SHAREGPT
     ]  # fmt: skip
+    sides = ("chosen", "rejected")
+    one_message = [row | {side: said("assistant", row[side]) for side in sides} for row in explicit]
+    tasks = [
+        {name: it for name, it in row.items() if name != "output"} | {"chosen": "1", "rejected": "2"} for row in ALPACA
+    ]
     found = []
-    for name, rows in {"explicit": explicit, "implicit": implicit, "turned": turned}.items():
+    cases = {"explicit": explicit, "implicit": implicit, "turned": turned, "message": one_message, "tasks": tasks}
+    for name, rows in cases.items():
         (tmp_path / name).mkdir()
         path = KINDS[kind](tmp_path / name / kind, rows)
         columns = {"preference.chosen_key": "chosen", "preference.rejected_key": "rejected"}
@@ -158,13 +164,16 @@ def test_pairs_and_labels(kind: str, tmp_path: Path, tokenizer: Any) -> None:
         found.append(
             [[ids.tolist() for ids in (*read.pair(row, CHOSEN), read.answer(row, REJECTED))] for row in range(3)]
         )
-    assert found[0] == found[1] == found[2]
-    labelled = [row | {"label": row["completion"] == "7"} for row in COMPLETION]
-    path = KINDS[kind](tmp_path / kind, labelled)
-    columns = {"preference.completion_key": "completion"}
-    label = ("preference.label_key", "label")
-    read = LabelledDataset([str(path)], tokenizer, config(), columns, label=label)
-    assert read.labels.tolist() == [row["label"] for row in labelled]
+    assert all(one == found[0] for one in found)
+    found = []
+    for name, rows in {"completion": COMPLETION, "messages": SHAREGPT, "answer": ALPACA}.items():
+        (tmp_path / name).mkdir()
+        path = KINDS[kind](tmp_path / name / kind, [row | {"kto_tag": row is rows[1]} for row in rows])
+        columns, label = {"preference.completion_key": name}, ("preference.label_key", "kto_tag")
+        labelled = LabelledDataset([str(path)], tokenizer, config(), columns, label=label)
+        assert labelled.labels.tolist() == [False, True, False]
+        found.append([[ids.tolist() for ids in labelled.pair(row)] for row in range(3)])
+    assert all(one == found[0] for one in found)
 
 
 def test_prompts_of_other_tools(tmp_path: Path, tokenizer: Any) -> None:

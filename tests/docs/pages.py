@@ -1,9 +1,11 @@
 """The pages that people read, and the blocks of code in them.
 
-A comment in front of a block of bash or Python says what tests/docs/test_commands.py does with it:
+A comment in front of a block says what tests/docs/test_commands.py does with it; bash and Python need one:
 
     <!-- runs -->                        runs it; the blocks of a page share a folder, in order
     <!-- runs: trainer.save_freq=1 -->   the same, with overrides for each job in it, which make it small
+    <!-- file: data/rows.jsonl -->       writes it to this file of the folder
+    <!-- template: sft mine.yaml -->     the same; it is a template of `hpcrl sft`, which test_pages.py checks, too
     <!-- not run: needs GPUs -->         leaves it out
     <!-- runs in full: a download -->    leaves it out; tools/run_page.py, which has no overrides, runs it
 """
@@ -35,6 +37,17 @@ class Block:
     @property
     def runs_in_full(self) -> bool:
         return self.runs or self.mark.startswith("runs in full: ")
+
+    @property
+    def job(self) -> str | None:
+        """The job that a template is for."""
+        kind, _, rest = self.mark.partition(": ")
+        return rest.split()[0] if kind == "template" else None
+
+    @property
+    def file(self) -> str | None:
+        """The file that a block is written to."""
+        return self.mark.split()[-1] if self.mark.startswith(("file: ", "template: ")) else None
 
     @property
     def overrides(self) -> str:

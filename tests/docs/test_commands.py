@@ -18,6 +18,7 @@ from tests.runtime.conftest import MPIEXEC, environment
 LINKS = ("configs", "docs", "slurm", "tests", "tools")
 JOBS = ("train", "sft", "rm", "preference", "online_dpo", "generate", "evaluate", "score", "convert")
 RUNNING = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
+RARELY = ("from_trl.md", "from_llama_factory.md", "from_axolotl.md")  # test_pages.py checks their templates
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -25,19 +26,31 @@ def test_each_block_says_whether_it_runs(page: Path) -> None:
     unmarked = [
         block.line
         for block in blocks_of(page)
-        if block.language in ("bash", "python") and not block.runs_in_full and not block.mark.startswith("not run: ")
+        if block.language in ("bash", "python")
+        if not (block.runs_in_full or block.file or block.mark.startswith("not run: "))
     ]
     assert not unmarked, f"{page.name}: blocks at lines {unmarked} have no comment, see tests/docs/pages.py"
 
 
-@pytest.mark.parametrize("page", RUNNING, ids=[str(page.relative_to(ROOT)) for page in RUNNING])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.exhaustive] if page.name in RARELY else []
+        )
+        for page in RUNNING
+    ],
+)
 def test_commands(page: Path, tmp_path: Path) -> None:
     for name in LINKS:
         (tmp_path / name).symlink_to(ROOT / name)
     make_environment(tmp_path / ".venv" / "bin")
     folder = tmp_path
     for block in blocks_of(page):
-        if block.runs:
+        if block.file:
+            (folder / block.file).parent.mkdir(exist_ok=True)
+            (folder / block.file).write_text(block.text)
+        elif block.runs:
             folder = run(block, tmp_path, folder)
     assert undocumented(tmp_path) == []
 
@@ -69,8 +82,8 @@ def make_environment(folder: Path) -> None:
 
 
 def run(block: Block, root: Path, folder: Path) -> Path:
-    """Run a block in `folder`, with the environment in `root`; the folder that its commands end in. Fails with its output
-    when any of its commands fails."""
+    """Run a block in `folder` with the environment in `root`; returns the folder that its commands end in. Fails with its
+    output when any of its commands fails."""
     if block.language == "python":
         (folder / "block.py").write_text(block.text)
     commands = block.text if block.language == "bash" else "python block.py\n"

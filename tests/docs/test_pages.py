@@ -10,12 +10,18 @@ from typing import get_args
 
 import pytest
 
-from hpcrl.config.schema import Config, Section
+from hpcrl.cli import load_job
+from hpcrl.config.loader import load_config
+from hpcrl.config.schema import Section
 from hpcrl.config.verl_keys import entry_of
-from tests.docs.pages import IDS, PAGES, ROOT, blocks_of
+from hpcrl.jobs.train import Train
+from tests.docs.pages import IDS, PAGES, ROOT, Block, blocks_of
 
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
-KEY = re.compile(rf"(?<![\w./<-])(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+(?![\w(*{{])")
+SCHEMA = Train.schema()  # with the sections of all jobs
+KEY = re.compile(rf"(?<![\w./<-])(?:{'|'.join(SCHEMA.model_fields)})(?!\.(?:yaml|py)\b)(?:\.[a-z_]\w*)+(?![\w(*{{])")
+TEMPLATES = [(page, block) for page in PAGES for block in blocks_of(page) if block.job]
+OTHER_TOOLS = [page for page in PAGES if page.name.startswith("from_") and page.name != "from_verl.md"]
 METHODS = {
     name
     for path in (ROOT / "hpcrl" / "workers").glob("*.py")
@@ -51,6 +57,25 @@ def test_keys_exist(page: Path) -> None:
     assert not missing, f"{page.name} names keys that do not exist"
 
 
+@pytest.mark.parametrize("page", OTHER_TOOLS, ids=[page.name for page in OTHER_TOOLS])
+def test_tables_of_keys_name_whole_keys(page: Path) -> None:
+    """`actor.optim.lr`, which `test_keys_exist` finds, and not `optim.lr`; or that there is none."""
+    table = page.read_text(encoding="utf-8").partition("## Keys")[2].partition("\n## ")[0]
+    cells = [re.split(r"(?<!\\)\|", line)[2] for line in table.splitlines() if line.startswith("| `")]
+    assert len(cells) > 15
+    for cell in cells:
+        spans = re.findall(r"`([^`]+)`", cell)
+        assert any(KEY.match(span) for span in spans) or "hpcrl " in cell or cell.startswith((" none", " no key")), cell
+
+
+@pytest.mark.parametrize(("page", "block"), TEMPLATES, ids=[f"{page.name}:{it.file}" for page, it in TEMPLATES])
+def test_templates_are_accepted(page: Path, block: Block, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(block.text)
+    job = load_job(str(block.job))
+    config = load_config(tmp_path / "job.yaml", schema=job.schema())
+    job.check(config, config.job.nodes * config.job.ntasks_per_node)
+
+
 def test_the_loop_is_that_of_train() -> None:
     """Logging, critic warm-up and PF-PPO, whose batch is `train_batch`, are left out."""
     source = (
@@ -72,7 +97,7 @@ def test_links_of_the_readme_exist() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def is_key(parts: list[str], section: type[Section] = Config) -> bool:
+def is_key(parts: list[str], section: type[Section] = SCHEMA) -> bool:
     field = section.model_fields.get(parts[0])
     if field is None:
         return False
