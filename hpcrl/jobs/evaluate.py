@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class Evaluate(SamplingJob):
-    """Validate in the ways of rollout.val_kwargs, in a folder of its own inside the run's."""
+    """Validate in the ways of rollout.val_kwargs, in a folder of its own inside the run's. With --compare: print what
+    existing evaluations reached, with standard errors, and their differences."""
 
     name = "evaluate"
 
