@@ -1,8 +1,7 @@
 """Runs the commands of a page in full: `python tools/run_page.py docs/tutorial.md [--folder DIR]`.
 
-They run in a new clone of this checkout and with a home directory of their own, in order, as typed into one terminal:
-all blocks with the comments `runs`, `runs in full` and `file` (tests/docs/pages.py). It ends with the first command that
-fails.
+They run in order, as typed into one terminal, in a new clone of this checkout and with a home directory of their own:
+all blocks with the comments `runs`, `runs in full` and `file` (tests/docs/pages.py), up to the first error.
 """
 
 from __future__ import annotations
@@ -32,7 +31,9 @@ def main() -> int:
     lines = ["set -euo pipefail"]
     for block in blocks_of(args.page):
         if block.file:
-            lines += [f"mkdir -p $(dirname {block.file}) && cat > {block.file} <<'END_OF_FILE'", f"{block.text}END_OF_FILE"]
+            lines.append(
+                f"mkdir -p $(dirname {block.file})\ncat > {block.file} <<'END_OF_FILE'\n{block.text}END_OF_FILE"
+            )
         elif block.runs_in_full and block.language == "bash":
             lines += [f"echo '== {args.page}:{block.line}, after '$SECONDS' s'", block.text]
     script = folder / "page.sh"

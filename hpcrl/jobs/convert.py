@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 from hpcrl.config.loader import dump_config
 from hpcrl.config.roles import EXPORT, POLICY
 from hpcrl.config.schema import CheckpointConfig, Config
-from hpcrl.engine.checkpoint.store import is_hugging_face
+from hpcrl.engine.checkpoint.store import TRAINER_FILE, is_hugging_face
 from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.run.job import WeightsJob, add_overrides
-from hpcrl.run.job_config import config_of, folder_of
+from hpcrl.run.job_config import config_of, folder_of, run_of
+from hpcrl.run.model_card import card_facts
 from hpcrl.run.run import versions
 from hpcrl.run.saver import Saver, export
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
-from hpcrl.sandbox.new_files import draft_of
+from hpcrl.sandbox.new_files import draft_of, read_json_or
 
 if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller
@@ -72,7 +73,9 @@ class Convert(WeightsJob):
         else:
             try:
                 draft = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.absolute().parent)) / "draft"
-                export(controller, config, draft)
+                run, state = run_of(source), read_json_or(source / TRAINER_FILE, {}, source)
+                assert run is not None  # its config is this one's
+                export(controller, config, draft, card_facts(run, state, state["step"]))
                 os.replace(draft, target)
                 draft.parent.rmdir()
             except OSError as error:

@@ -292,6 +292,24 @@ class TrainingJob(Job):
         """The role that writes the policy for other programs, if checkpoints hold it in that form."""
         return [EXPORT] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
 
+    @property
+    def command(self) -> list[str]:
+        """The words after `hpcrl` that started the job."""
+        name = [self.name] if self.file is None else ["run", self.file]
+        return [*name, self.arguments.config, *self.arguments.overrides]
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Data file -> its rows that the job uses."""
+        inputs, data = self.inputs, self.config.data
+        read: dict[str, Any] = {**inputs.prompts, **inputs.sequences, **inputs.pairs}
+        splits = [
+            (files, read[split])
+            for split, files in (("train", data.train_files), ("val", data.val_files))
+            if split in read
+        ]
+        return {file: rows for files, dataset in splits for file, rows in zip(files, dataset.file_sizes, strict=False)}
+
     def frozen_weights(self) -> dict[str, str]:
         """Role -> path of the weights of a model that is not trained."""
         frozen = [spec for spec in self.all_roles() if spec.head is not None and not spec.trains]

@@ -87,7 +87,7 @@ def config_of(source: str, folder: str, overrides: list[str], schema: type[Confi
     name = [f"run.dir={quoted_path(str(target.parent))}", f"run.name={quoted_path(target.name)}"]
     if is_hugging_face(path):
         return load_config(None, [f"model.path={quoted_path(str(path))}", *name, *overrides], schema)
-    run = _run_of(path)
+    run = run_of(path)
     if run is None:
         raise InputError(f"{source}: expected a Hugging Face directory, a run or one of its checkpoints")
     model = json.dumps(raw_value(run / "config.yaml", (), ("model",)))  # JSON is YAML
@@ -104,10 +104,10 @@ def folder_of(source: str, target: str) -> str:
         raise InputError(f"{taken} exists already; remove it, or name another target")
     if is_hugging_face(path):
         return target
-    run = _run_of(path)
+    run = run_of(path)
     return str(run / "convert") if run else f"{target}.job"
 
 
-def _run_of(path: Path) -> Path | None:
+def run_of(path: Path) -> Path | None:
     """The run to which a run folder, checkpoints folder or step folder belongs, or None."""
     return next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)

@@ -28,6 +28,7 @@ from hpcrl.observe.trace.rank_trace import discard_other_ranks
 from hpcrl.observe.trace.records import TRACE_FOLDER
 from hpcrl.run import disk
 from hpcrl.run.calls import Call, PendingBatch, Role
+from hpcrl.run.model_card import card_facts
 from hpcrl.run.performance import PROFILE_FOLDER, ProfiledSteps, Stragglers
 from hpcrl.run.rollouts.durable_rollouts import DurableRollouts, bring_back, origin_of
 from hpcrl.run.rollouts.source import RolloutSource, write_samples
@@ -358,13 +359,16 @@ class Run:
         roles = self.job.saved_roles
         digest = hashlib.blake2b(dump_config(config).encode(), digest_size=8).hexdigest()
         stamp = {"job": self.job.name, "config_hash": digest, "versions": versions(), "roles": list(roles)}
+        stamp |= {"command": self.job.command, "rows": self.job.num_rows}
 
         def write(folder: Path) -> dict[str, Any]:
             """Write more files into the checkpoint; returns what its trainer.json holds."""
-            if config.trainer.save_hf and "actor" in roles:
-                export(self.controller, config, folder / "huggingface", self.job.inputs.tokenizer)
-            if config.model.lora_rank > 0 and "actor" in roles:
-                export_adapter(self.controller, config, folder / "lora_adapter")
+            if "actor" in roles and (config.trainer.save_hf or config.model.lora_rank > 0):
+                facts = card_facts(self.folder, stamp, step)
+                if config.trainer.save_hf:
+                    export(self.controller, config, folder / "huggingface", facts, self.job.inputs.tokenizer)
+                if config.model.lora_rank > 0:
+                    export_adapter(self.controller, config, folder / "lora_adapter", facts)
             kept = self.rollouts.save(folder, step, state.rollouts) if self.rollouts is not None else {}
             return {**stamp, **state.job, "reached": self.is_complete, **line, **kept}
 

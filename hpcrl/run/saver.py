@@ -21,6 +21,7 @@ from hpcrl.forecast.memory.state import ITEMSIZE
 from hpcrl.model.hf_export import ADAPTER_CONFIG, TokenizerFiles, adapter_config, plan_files, write_beside
 from hpcrl.model.shape import Lora
 from hpcrl.observe.record.progress import PhaseTimers
+from hpcrl.run.model_card import README, CardFacts, model_card
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.key_value_store import KeyValueStore
@@ -213,11 +214,15 @@ class Saver:
 
 
 def export(
-    controller: Controller, config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None
+    controller: Controller,
+    config: Config,
+    folder: Path,
+    facts: CardFacts,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Write the policy as a Hugging Face directory to `folder`, which is made. On rank 0; raises OSError.
 
-    tokenizer: the policy's, if it is loaded."""
+    facts: about these weights. tokenizer: the policy's, if it is loaded."""
     folder.mkdir(parents=True)
     shape = controller["export"].shape().get()[0]
     raise_first(controller["export"].write(str(folder)).get())
@@ -226,6 +231,7 @@ def export(
     itemsize = ITEMSIZE[config.model.dtype]
     files = plan_files(shape, itemsize, controller["export"].layout.size)
     write_beside(folder, files, shape, itemsize, config.model.dtype, like, tokenizer_files(config, tokenizer))
+    (folder / README).write_text(model_card(facts, is_vision=shape.vision is not None), encoding="utf-8")
 
 
 def tokenizer_files(config: Config, tokenizer: PreTrainedTokenizerBase | None = None) -> TokenizerFiles | None:
@@ -243,7 +249,7 @@ def tokenizer_files(config: Config, tokenizer: PreTrainedTokenizerBase | None = 
     return TokenizerFiles(Path(named), ids, config.data.chat_template)
 
 
-def export_adapter(controller: Controller, config: Config, folder: Path) -> None:
+def export_adapter(controller: Controller, config: Config, folder: Path, facts: CardFacts) -> None:
     """Write the policy's adapters in PEFT's format to `folder`, which is made. On rank 0; raises OSError."""
     folder.mkdir(parents=True)
     shape, lora = controller["export"].shape().get()[0], Lora.from_config(config.model)
@@ -253,6 +259,8 @@ def export_adapter(controller: Controller, config: Config, folder: Path) -> None
     base = named if named is not None and is_hugging_face(Path(named)) else None
     settings = adapter_config(shape, lora, base)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    card = model_card(facts, is_vision=shape.vision is not None, is_adapter=True)
+    (folder / README).write_text(card, encoding="utf-8")
 
 
 def raise_first(problems: Iterable[tuple[int | None, str, str] | None]) -> None:

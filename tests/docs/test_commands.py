@@ -82,8 +82,8 @@ def make_environment(folder: Path) -> None:
 
 
 def run(block: Block, root: Path, folder: Path) -> Path:
-    """Run a block in `folder` with the environment in `root`; returns the folder that its commands end in. Fails with its
-    output when any of its commands fails."""
+    """Run a block in `folder` with the environment in `root`; the folder in which its commands end. Fails with their
+    output when any of them fails."""
     if block.language == "python":
         (folder / "block.py").write_text(block.text)
     commands = block.text if block.language == "bash" else "python block.py\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from tests.model.families import make_model
@@ -35,6 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("llama-3.1", "qwen3-moe"):
         make_model(name).save_pretrained(folder / name)
         shutil.copytree(TOKENIZER, folder / name, dirs_exist_ok=True)
+    (folder / "llama-3.1" / "README.md").write_text("---\nlicense: llama3.1\ntags: [mine]\n---\n# llama\n")
     rng = np.random.default_rng(0)
     rows = [{"tokens": rng.integers(NUM_TOKENS, size=length).tolist()} for length in (1, 2, 40, 7, 31)]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -82,12 +85,19 @@ def test_training_from_a_directory_and_back(models: Path, tmp_path: Path) -> Non
         algorithm={"adv_estimator": "gae", "use_kl_in_reward": True},
         critic={"ppo_max_token_len_per_gpu": 128},
         reward={"custom_reward_function": {"path": str(tmp_path / "score.py")}},
-        trainer={"total_training_steps": 2, "save_freq": 1, "save_hf": True},
+        data={
+            "train_files": [str(tmp_path / "train.jsonl")],
+            "val_files": [str(tmp_path / "train.jsonl")],
+            "train_batch_size": 8,
+            "max_prompt_length": 16,
+            "max_response_length": 8,
+        },
+        trainer={"total_training_steps": 2, "save_freq": 1, "save_hf": True, "test_freq": 1},
     )
     ended = hpcrl(tmp_path, 2, "train", str(config))
     assert ended.returncode == 0, ended.stderr
     run = tmp_path / "runs" / "ends"
-    for line in (run / "metrics.jsonl").read_text().splitlines():
+    for line in (run / "metrics.jsonl").read_text().splitlines()[1:]:  # after the first validation
         found = json.loads(line)
         assert found["training/rollout_probs_diff_max"] < 1e-5 and found["actor/grad_norm"] > 0
         assert found["training/global_step"] > 1 or abs(found["actor/reward_kl_penalty"]) < 1e-6
@@ -98,6 +108,8 @@ def test_training_from_a_directory_and_back(models: Path, tmp_path: Path) -> Non
     exported_ones, saved_ones, first_ones = (
         np.concatenate(log_probs(tmp_path / f"{name}.jsonl")) for name in ("exported", "checkpoint", "start")
     )
+    assert hpcrl(tmp_path, 1, "convert", "runs/ends", "one_rank").returncode == 0
+    check_card(exported / "README.md", tmp_path / "one_rank" / "README.md", run)
     own = "model.tokenizer=" + str(TOKENIZER)
     plain = write_config(tmp_path, run={"name": "plain", "dir": str(tmp_path / "runs")}, trainer={"save_freq": 1})
     steps = ("trainer.total_training_steps=1", own, f"model.init_from={models / 'qwen3-moe'}")
@@ -107,6 +119,26 @@ def test_training_from_a_directory_and_back(models: Path, tmp_path: Path) -> Non
     assert hpcrl(tmp_path, 1, "convert", "runs/plain", "plain").returncode == 0
     assert (tmp_path / "plain" / "model.safetensors").is_file()
     assert np.array_equal(exported_ones, saved_ones) and np.abs(saved_ones - first_ones).max() > 1e-4
+
+
+def check_card(exported: Path, converted: Path, run: Path) -> None:
+    """The cards of a checkpoint's exports are equal, hold the run's figures, and no folder of this machine."""
+    card = ModelCard.load(exported)
+    assert converted.read_text() == card.content
+    assert card.data.to_dict() == {
+        "base_model": "models0/llama-3.1",
+        "license": "llama3.1",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["hpcrl", "gae"],
+    }
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    key = next(name for name in lines[0] if name.startswith("val-core/"))
+    for line in (lines[0], lines[-1]):
+        assert f"{line[key]:.4g} (step {line['step']})" in next(row for row in card.text.splitlines() if key in row)
+    assert f"| `{run.parents[1].name}/train.jsonl` | val | 9 |" in card.text
+    assert "hpcrl train " in card.text and "placement" not in card.text
+    assert not re.search(r"[\s`=\"'(\[]/", card.content) and "step 2" in card.text
 
 
 @pytest.mark.slow

@@ -34,10 +34,14 @@ def test_a_job_with_adapters_resumed(tmp_path: Path) -> None:
     for line in (first, second):
         assert line["training/rollout_probs_diff_max"] < 1e-5 and line["actor/grad_norm"] > 0
     saved = run_folder(tmp_path) / "checkpoints"
-    assert {file.name for file in (saved / "step_00000002" / "lora_adapter").iterdir()} == {
+    adapter = saved / "step_00000002" / "lora_adapter"
+    card = (adapter / "README.md").read_text()
+    assert {file.name for file in adapter.iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
+        "README.md",
     }
     shutil.rmtree(saved / "step_00000002")
     run()
+    assert (adapter / "README.md").read_text() == card
     assert compared(tmp_path) == [first, pytest.approx(second, rel=0, abs=0, nan_ok=True)]

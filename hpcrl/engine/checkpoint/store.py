@@ -63,9 +63,10 @@ STATE_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("step", "consumed_rows", "consumed_pairs"), int),
     "epoch": (int, float),
     "init_from": (str, type(None)),
+    "job": str,
     "surplus": bool,
-    **dict.fromkeys(("roles", "under_way", "seen"), list),
-    **dict.fromkeys(("frozen", "kl_ctrl", "sampler", "counts", "ahead", "unlogged"), dict),
+    **dict.fromkeys(("roles", "under_way", "seen", "command"), list),
+    **dict.fromkeys(("frozen", "kl_ctrl", "sampler", "counts", "ahead", "unlogged", "rows", "versions"), dict),
 }
 _STEP_FOLDER = re.compile(r"step_(\d{8,})(\.replaced)?")
 
