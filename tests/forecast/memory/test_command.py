@@ -319,7 +319,7 @@ def test_the_arithmetic_needs_no_torch() -> None:
         (["--refit", TEMPLATE, "model.path=/models/llama"], "/models/llama/config.json cannot be read"),
         (["--refit", TEMPLATE, "model.num_layer=2"], "num_layers"),
         (["--refit", "nowhere.yaml"], "no such config file"),
-        (["--refit"], "arguments are required: [JOB.py:]CONFIG"),
+        (["--refit"], "arguments are required: [JOB:]CONFIG"),
         (["--refit", TEMPLATE, "--fast"], "--fast"),
         ([], "usage: hpcrl plan [-h] [--refit | --build | --search | --calibrate]"),
     ],
