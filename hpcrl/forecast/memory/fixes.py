@@ -1,13 +1,13 @@
-"""What makes a job that does not fit need less memory: the cheapest changes, and advice to a rank that ran out."""
+"""What makes a job that does not fit need less memory: the cheapest changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from hpcrl.config.roles import ACTOR, KEYS, REF, ROLLOUT, Part, RoleSpec
-from hpcrl.config.schema import Config, OptimConfig
-from hpcrl.forecast.memory.memory import NEEDED, Phase, Row, TrainingPlan, binary, with_keys
+from hpcrl.config.roles import ACTOR, KEYS, ROLLOUT, Part
+from hpcrl.config.schema import OptimConfig
+from hpcrl.forecast.memory.memory import Row, TrainingPlan, with_keys
 
 Change = dict[str, object]  # dotted config key -> value
 LORA_RANK = 16
@@ -38,21 +38,21 @@ def override(key: str, value: object) -> str:
 
 
 def cheapest_fix(job: TrainingPlan) -> Fix | None:
-    """The first changes that make the job fit; None if there are none.
+    """The first changes that make a job fit which does not; None if there are none.
 
     Kinds of changes are tried in the order of `STEPS`, each beside those before it. Of the first set that fits, what is
     not needed is dropped, the last kinds first. More nodes come last.
     """
-    assert job.capacity is not None
     kept: list[_Kind] = []
     now = tightest(job.rows()).total
+    assert job.capacity is not None and now > job.capacity
     for step in STEPS:
         # what a step offers depends on what takes most by now
         kind = _Kind(list(step(_changed(job, _joined(kept)))))
         kept.append(kind)
         for number in range(len(kind.levels)):
             before, kind.chosen = kind.chosen, number
-            row = _tightest_with(job, _joined(kept))
+            row = tightest_with(job, _joined(kept))
             if row is None or row.total > now:
                 kind.chosen = before
                 continue
@@ -82,7 +82,7 @@ def _changed(job: TrainingPlan, change: Mapping[str, object]) -> TrainingPlan:
     return job.with_config(with_keys(job.config, change))
 
 
-def _tightest_with(job: TrainingPlan, change: Mapping[str, object]) -> Row | None:
+def tightest_with(job: TrainingPlan, change: Mapping[str, object]) -> Row | None:
     """The tightest row of the job with a change; None if it cannot run so."""
     try:
         return tightest(_changed(job, change).rows())
@@ -93,7 +93,7 @@ def _tightest_with(job: TrainingPlan, change: Mapping[str, object]) -> Row | Non
 
 
 def _fits(job: TrainingPlan, change: Mapping[str, object]) -> bool:
-    row = _tightest_with(job, change)
+    row = tightest_with(job, change)
     return row is not None and job.capacity is not None and row.total <= job.capacity
 
 
@@ -120,7 +120,7 @@ def _needed_only(job: TrainingPlan, kinds: Sequence[_Kind], more: Mapping[str, o
     made: Change = {}
     for key, value in change.items():
         made[key] = value
-        row = _tightest_with(job, made)  # None where a key needs another one that comes after it
+        row = tightest_with(job, made)  # None where a key needs another one that comes after it
         if row is not None:
             parts[key] = row
     return Fix(change, parts[key], parts)
@@ -146,12 +146,12 @@ def _budgets(job: TrainingPlan) -> Iterator[Change]:
         yield dict(budgets)
 
 
-def _recompute(job: TrainingPlan) -> Iterator[Change]:
+def recompute(job: TrainingPlan) -> Iterator[Change]:
     if job.config.model.recompute.granularity != "full":
         yield {"model.recompute.granularity": "full"}
 
 
-def _head_chunks(job: TrainingPlan) -> Iterator[Change]:
+def head_chunks(job: TrainingPlan) -> Iterator[Change]:
     if job.config.trainer.head_chunk_tokens is None:
         yield {"trainer.head_chunk_tokens": HEAD_CHUNK}
 
@@ -191,12 +191,12 @@ def _layouts(job: TrainingPlan) -> Iterator[Change]:
         tp *= 2
 
 
-def _adapters(job: TrainingPlan) -> Iterator[Change]:
+def adapters(job: TrainingPlan) -> Iterator[Change]:
     if ACTOR.name in job.models and job.config.model.lora_rank == 0:
         yield {"model.lora_rank": LORA_RANK}
 
 
-def _moments(job: TrainingPlan) -> Iterator[Change]:
+def moments(job: TrainingPlan) -> Iterator[Change]:
     """The optimizer's state in 16 bits, where its parameters allow it."""
     change: Change = {}
     for key in (name for name in OptimConfig.model_fields if name.endswith("_dtype")):
@@ -240,83 +240,6 @@ def _cache_shares(job: TrainingPlan) -> Iterator[Change]:
 
 # In the order in which they are tried: what costs time only, what is trained, rounding, copies.
 STEPS: tuple[Callable[[TrainingPlan], Iterator[Change]], ...] = (
-    *(_budgets, _recompute, _head_chunks, _cache_of_generation, _sequences_of_generation),
-    *(_layouts, _adapters, _moments, _offloads, _cache_shares),
+    *(_budgets, recompute, head_chunks, _cache_of_generation, _sequences_of_generation),
+    *(_layouts, adapters, moments, _offloads, _cache_shares),
 )
-
-
-PHASES = {  # of a plan, by a worker's method, where neither its role nor `update_<role>` names them
-    "actor.compute_log_prob": "old_log_prob",
-    "actor.compute_ref_log_prob": "ref",
-    "critic.compute_values": "values",
-    "refit.update_weights": "refit",
-    "actor.begin_save": "save_actor",
-    "critic.begin_save": "save_critic",
-}
-
-
-def phase_of(role: str | None, method: str | None) -> str | None:
-    """The plan's name of the phase in which a method of a role's worker runs."""
-    return PHASES.get(f"{role}.{method}", f"update_{role}" if "update" in (method or "") else role)
-
-
-def advice(
-    config: Config, num_ranks: int, rank: int, role: str | None, method: str | None, own_roles: Sequence[RoleSpec] = ()
-) -> str:
-    """One line for a rank of `hpcrl train` that ran out of memory in a method of a role."""
-    per_node = config.job.ntasks_per_node if num_ranks % config.job.ntasks_per_node == 0 else num_ranks
-    # the job's actual size, which section `job` may not have
-    size = {"job.nodes": num_ranks // per_node, "job.ntasks_per_node": per_node, "job.gpus_per_node": per_node}
-    try:
-        job = TrainingPlan(with_keys(config, size), tuple(own_roles))
-        phases = {phase.name: phase for phase in job.phases}
-        name = phase_of(role, method)
-        row = next((row for row in job.rows() if row.phase == name and rank in row.place.ranks), None)
-    except Exception as error:
-        if not getattr(error, "user_error", False):
-            raise
-        return f"`hpcrl plan` has no figures: {error}"
-    if row is None:
-        return "`hpcrl plan` has no figures for this phase"
-    parts = zip(Row._fields[2:], row[2:], strict=True)
-    figures = ", ".join(f"{name} {binary(nbytes)}" for name, nbytes in parts if nbytes)
-    needs_less = ", ".join(changes(job, phases[row.phase], row))
-    return f"`hpcrl plan` expects {binary(row.total)}: {figures}; to need less: {needs_less}"
-
-
-def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
-    """Config keys that reduce the phase's memory, in the order of `STEPS`; what the phase has of its own comes first."""
-    config, role = job.config, phase.role
-    if phase.kind == "generate":
-        section = "reward.judge" if role == "judge" else "rollout"
-        yield f"a smaller {section}.gpu_memory_utilization or {section}.max_num_seqs"
-    elif phase.kind == "refit":
-        yield "a smaller rollout.checkpoint_engine.update_weights_bucket_megabytes"
-    elif phase.work is not None:
-        spec = REF if phase.name == "ref" else job.specs[role]
-        if spec.max_tokens:
-            yield f"{spec.path}.{spec.max_tokens} below {spec.token_budget(config)}"
-        again = _recompute(job) if phase.kind == "train" else ()
-        yield from _overrides((*again, *_head_chunks(job)))
-    if job.derived.world_size > 1:
-        yield f"a larger placement.{role}.tp or pp"
-    yield from _overrides(_adapters(job))
-    moments, names = list(_moments(job)), [name for name in job.models if name in row.place.stages]
-    kept = {  # with the optimizer on the device
-        f"{job.specs[name].path}.optim"
-        for name in names
-        if "optimizer" not in job.away(name) or "optimizer" in job.needed(name, phase)
-    }
-    for key, value in moments[-1].items() if moments else ():
-        if key.rpartition(".")[0] in kept:
-            yield override(key, value)
-    for name in names:
-        parts = NEEDED["forward" if job.models[name].optim is None else "train"]
-        for part in parts:  # on the device without need
-            if part not in (*job.away(name), *job.needed(name, phase)):
-                yield f"{job.specs[name].path}.{KEYS[part]}=true"
-
-
-def _overrides(found: Iterable[Change]) -> Iterator[str]:
-    for change in found:
-        yield from (override(key, value) for key, value in change.items())

@@ -339,9 +339,9 @@ class TrainingPlan:
     def environments_on_host(self) -> int:
         """Bytes of a node's host memory that the processes of environments may have: those of the node with the most
         leaders of the rollout, each with as many open environments as it may have samples."""
-        config, layout = self.config, self.layouts["rollout"]
+        config, layout = self.config, self.layouts.get(ROLLOUT.name)
         cfg = config.rollout.multi_turn.environment
-        if not config.rollout.multi_turn.has_environment:
+        if layout is None or not config.rollout.multi_turn.has_environment:
             return 0
         leaders = Counter(rank // config.job.ntasks_per_node for rank in layout.leaders)
         samples = math.ceil(config.data.train_batch_size * config.rollout.n / layout.dp)
