@@ -77,13 +77,18 @@ def test_what_changes_the_training_less_comes_first() -> None:
     """On ever smaller GPUs the costliest kind of a proposal is ever later in the order, and more nodes are the last."""
     costliest: list[int] = []
     options = ["algorithm.adv_estimator=gae", "trainer.head_chunk_tokens=null", "rollout.kv_cache_gib=0.1"]
-    for gib in (30, 16, 12, 9, 8):
+    for gib in (30, 14, 9, 8):
         config = load_config(ONE_GPU / "grpo_0_5b.yaml", [*options, f"job.gpu_memory_gib={gib}"])
         found = cheapest_fix(TrainingPlan(config))
         assert found is not None
         costliest.append(max(ORDER.index(kind) for key in found.change for kind in ORDER if kind in key))
     assert costliest == sorted(costliest)
     assert {ORDER[number] for number in costliest} >= {"max_token_len_per_gpu", "lora_rank", "_offload", "job.nodes"}
+
+
+def test_a_job_may_have_no_fix() -> None:
+    config = load_config(ONE_GPU / "grpo_3b_lora.yaml", ["job.gpu_memory_gib=4"])
+    assert cheapest_fix(TrainingPlan(config)) is None
 
 
 def test_a_smaller_cache_comes_before_adapters_where_generation_takes_most() -> None:
@@ -99,7 +104,6 @@ def test_the_fix_of_the_70b_template() -> None:
     assert found.change == {"actor.ppo_max_token_len_per_gpu": 5120, "critic.ppo_max_token_len_per_gpu": 5120}
     overrides = [*ALL_KEPT, *found.overrides]
     assert tightest(TrainingPlan(load_config(TEMPLATE, overrides)).rows()) == found.then
-    assert cheapest_fix(TrainingPlan(with_keys(job.config, {"job.gpu_memory_gib": 1.0}))) is None
 
 
 def test_another_layout_of_the_same_gpus_comes_before_adapters() -> None:
@@ -108,13 +112,6 @@ def test_another_layout_of_the_same_gpus_comes_before_adapters() -> None:
     gib = tightest(TrainingPlan(config).rows()).total / GIB - 1.0
     found = cheapest_fix(TrainingPlan(with_keys(config, {"job.gpu_memory_gib": gib})))
     assert found is not None and found.change == {"placement.actor.pp": 16}
-
-
-def test_offload_comes_before_more_nodes() -> None:
-    config = load_config(TEMPLATE, [*ON_DEVICE, "model.lora_rank=16", "job.gpu_memory_gib=38.0"])
-    found = cheapest_fix(TrainingPlan(config))
-    assert found is not None and any(key.endswith("_offload") for key in found.change)
-    assert "job.nodes" not in found.change
 
 
 def test_values_are_those_of_yaml() -> None:

@@ -12,6 +12,7 @@ from hpcrl.cli import load_job, main
 from hpcrl.forecast.memory.fixes import tightest
 from hpcrl.forecast.memory.memory import GIB, TrainingPlan
 from hpcrl.forecast.memory.supervised import plan_of
+from hpcrl.machine.check import ONE_GPU
 from hpcrl.model.params import shards
 
 ROOT = Path(__file__).parents[3]
@@ -65,6 +66,12 @@ def test_figures_of_a_template(path: Path) -> None:
 def test_a_model_has_as_many_parameters_as_published(template: str, parameters: int) -> None:
     shape = planned(FOLDER / f"{template}.yaml").models["actor"].shape
     assert sum(math.prod(shard.global_shape) for shard in shards(shape)) == parameters
+
+
+@pytest.mark.parametrize(("least", "template"), ONE_GPU)
+def test_what_check_recommends_fits(least: float, template: str) -> None:
+    job = planned(FOLDER / f"{template}.yaml", f"job.gpu_memory_gib={0.92 * least}")
+    assert gib(job) * GIB <= job.capacity
 
 
 def test_supervised_jobs_hold_what_the_same_micro_batches_of_grpo_do() -> None:
