@@ -56,7 +56,7 @@ COMMANDS = (
         (["evalute"], "unknown command 'evalute'; did you mean evaluate?"),
         (["evaluate"], "evaluate: the following arguments are required: CONFIG; usage: hpcrl evaluate"),
         (["generate", "a.yaml", "--n=4"], "generate: unrecognized arguments: --n=4; usage: hpcrl generate [-h] CONFIG"),
-        (["plan"], "plan: the following arguments are required: [JOB.py:]CONFIG; usage: hpcrl plan [-h]"),
+        (["plan"], "plan: the following arguments are required: [JOB:]CONFIG; usage: hpcrl plan [-h]"),
         (["plan", "x=1"], "plan: found the override 'x=1' in place of a YAML file; usage: hpcrl plan"),
         (["check", "a.yaml"], "check: found 'a.yaml', which only --job reads; usage: hpcrl check"),
         (["init"], "init: one of the arguments --laptop --one-gpu --slurm is required; usage: hpcrl init [-h]"),

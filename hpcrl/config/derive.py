@@ -32,6 +32,7 @@ class RoleLayouts:
 class JobDescription(Protocol):
     """What tools of a login node ask of a job's class, which is `hpcrl.run.job.Job` or one of its subclasses."""
 
+    name: str
     file: str | None  # of a user's job
     trained_role: str | None  # "actor" for the policy
     saves_last: bool  # a checkpoint after the last step, whatever trainer.save_freq is

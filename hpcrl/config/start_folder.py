@@ -30,8 +30,6 @@ class StartFolder:
 
 
 ONE_GPU = "configs/one_gpu"
-HAS_ONE_GPU = (TEMPLATES / ONE_GPU).is_dir()
-ONE_GPU_TEMPLATE = f"{ONE_GPU}/grpo_0_5b.yaml" if HAS_ONE_GPU else "configs/grpo_0_5b.yaml"
 REWARD = {"configs/start/reward.py": "reward.py"}
 COUNTDOWN = "tools/prepare_countdown.py"
 KINDS = {
@@ -46,11 +44,14 @@ KINDS = {
         ),
     ),
     "one-gpu": StartFolder(
-        "small models on one GPU",
-        {path: path for path in (ONE_GPU if HAS_ONE_GPU else ONE_GPU_TEMPLATE, "configs/tokenizer", COUNTDOWN)}
-        | REWARD,
-        f"{ONE_GPU_TEMPLATE}, whose first lines name the data that it needs",
-        (f"head {ONE_GPU_TEMPLATE}", f"hpcrl plan {ONE_GPU_TEMPLATE}", f"hpcrl train {ONE_GPU_TEMPLATE}"),
+        "models of 0.5B to 3B on one GPU of 24 to 80 GB: SFT, DPO, GRPO, LoRA",
+        {**REWARD, ONE_GPU: ONE_GPU},
+        f"{ONE_GPU}/base.yaml: the GPU's memory, and data",
+        (
+            "hpcrl data gsm8k --from DOWNLOADED --out data/gsm8k",
+            f"hpcrl plan {ONE_GPU}/grpo_0_5b.yaml",
+            f"hpcrl train {ONE_GPU}/grpo_0_5b.yaml",
+        ),
     ),
     "slurm": StartFolder(
         "a 7B model on two nodes of a cluster with Slurm",

@@ -22,9 +22,10 @@ from typing import NoReturn
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO
 from hpcrl.engine.refit.planner import RankTraffic
-from hpcrl.forecast.memory.fixes import cheapest_fix, tightest
+from hpcrl.forecast.memory.fixes import cheapest_fix, override, tightest
 from hpcrl.forecast.memory.memory import GIB, MIB, Row, TrainingPlan, binary, size
 from hpcrl.forecast.memory.state import FP32, State, checkpoint_bytes, kept_checkpoints, rollout_bytes
+from hpcrl.forecast.memory.supervised import JOBS, SupervisedPlan, is_supervised, plan_of
 from hpcrl.forecast.time import calibrate, search_command
 from hpcrl.forecast.time import table as time_table
 from hpcrl.model.params import shards
@@ -63,7 +64,8 @@ def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoR
         group.add_argument(f"--{way}", action="store_const", const=way, dest="way", help=text)
     time_table.add_arguments(parser)
     search_command.add_arguments(parser)
-    parser.add_argument("config", metavar="[JOB.py:]CONFIG", help="YAML file; before it, the file of a job of your own")
+    planned = "YAML file; before it, sft or preference, or the file of a job of your own"
+    parser.add_argument("config", metavar="[JOB:]CONFIG", help=planned)
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.way == "refit" and parsed.machine is not None:
@@ -71,6 +73,11 @@ def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoR
     if parsed.way not in (None, "build") and parsed.timeline:
         parser.error(f"found --timeline beside --{parsed.way}, which has no use for it; leave one out")
     job, colon, path = parsed.config.rpartition(":")
+    if job and not job.endswith(".py") and job not in ("train", *JOBS):
+        parser.error(f"found the job {job!r}; expected train, {', '.join(JOBS)}, or a .py file")
+    if job in JOBS and (parsed.machine is not None or parsed.way not in (None, "build")):
+        option = "--machine" if parsed.machine is not None else f"--{parsed.way}"
+        parser.error(f"found {option} beside {job}:, of which `hpcrl plan` has the memory only; leave one out")
     if "=" in parsed.config and not os.path.exists(path):
         parser.error(f"found the override {parsed.config!r} in place of a YAML file")
     ways: dict[str, Callable[..., list[str]]] = {
@@ -89,7 +96,7 @@ def describe(
     described: JobDescription, path: str, overrides: Sequence[str] = (), parsed: argparse.Namespace | None = None
 ) -> list[str]:
     """The lines of the table. parsed: options of the command, which may add lines."""
-    job = TrainingPlan(described.read_config(path, overrides), tuple(described.own_specs()))
+    job = plan_of(described, described.read_config(path, overrides))
     rows = job.rows()
     in_gib = tightest(rows).total >= GIB
     unit, name = (GIB, "GiB") if in_gib else (MIB, "MiB")
@@ -112,7 +119,7 @@ def describe(
         *_fit(job, rows),
         *_costs(job),
         *(_built(job) if parsed is not None and parsed.way == "build" else ()),
-        *(time_table.lines_of(job, parsed) if parsed is not None else ()),
+        *(time_table.lines_of(job, parsed) if parsed is not None and not is_supervised(described) else ()),
     ]
 
 
@@ -170,17 +177,19 @@ def _fit(job: TrainingPlan, rows: list[Row]) -> Iterator[str]:
         yield f"  {'tightest phase':<22}{where}, IT DOES NOT FIT; {binary(row.total - capacity)} too many"
         found = cheapest_fix(job)
         if found is None:
-            yield f"  {'cheapest fix':<22}none found: layouts, micro-batches, KV cache, offload and nodes were tried"
+            yield f"  {'cheapest fix':<22}none found: see docs/planning.md for what was tried"
         else:
-            keys, then = found
-            change = " ".join(f"{key}={value}" for key, value in keys.items())
-            yield f"  {'cheapest fix':<22}{change}: then {binary(then.total)}, in {then.phase}"
+            yield f"  {'cheapest fix':<22}{' '.join(found.overrides)}"
+            for key, then in found.parts.items():
+                change = f"{override(key, found.change[key])}: " if len(found.parts) > 1 else ""
+                yield f"  {'':<22}{change}then {binary(then.total)}, in {then.phase}"
     yield f"  {'not counted':<22}CUDA context, NCCL's buffers, fragmentation; activations of generation are estimated"
 
 
 def _costs(job: TrainingPlan) -> Iterator[str]:
-    config, steps = job.config, job.config.trainer.total_training_steps
-    roles, kept = checkpoint_bytes(config, job.models), kept_checkpoints(config.trainer, steps)
+    config, steps, supervised = job.config, job.steps, isinstance(job, SupervisedPlan)
+    roles = checkpoint_bytes(config, job.models)
+    kept = kept_checkpoints(config.trainer, steps, saves_last=supervised)
     if offloaded := max(job.on_hosts().values(), default=0):
         rank = max(map(job.on_host, job.places))
         yield f"  {'offloaded':<22}{binary(offloaded)} of a node's host memory, {binary(rank)} of a rank's"
@@ -197,7 +206,7 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
         most = "all are kept" if kept is None else f"at most {kept} at once, {size(kept * each)}"
         yield f"  {'checkpoints':<22}{size(each)} each ({parts}); {most}"
         yield f"  {'host copy of a save':<22}{size(staged_bytes(job))} per rank"
-    if archive := rollout_bytes(config, job.derived):
+    if archive := 0 if supervised else rollout_bytes(config, job.derived):
         total = "" if steps is None else f", {size(archive * steps)} in {steps} steps"
         yield f"  {'rollout archive':<22}at most {size(archive)} per step{total}"
     its = config.job

@@ -15,7 +15,7 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -59,7 +59,26 @@ def main(engine: Callable[[MPI.Intracomm], list[Finding]] | None) -> NoReturn:
     findings = engine(comm) if engine is not None else local_findings(comm.size)
     what = "TensorRT-LLM" if engine is not None else "hpcrl"
     code = report([*mpi_findings(comm, hosts), *findings], what) if comm.rank == 0 else None
+    if engine is None and code == exits.DONE:
+        has_slurm = "SLURM_JOB_ID" in os.environ or shutil.which("sbatch") is not None
+        print(f"next: {next_command(gpus.memory_of_all(), has_slurm=has_slurm)}")
     finish(broadcast_object(comm, code))
+
+
+# GiB of a GPU from which on `hpcrl plan` fits a template of configs/one_gpu, with 8% to spare; the largest first.
+ONE_GPU = ((60, "grpo_1_5b"), (40, "grpo_3b_lora"), (22, "grpo_1_5b_lora"), (16, "grpo_0_5b"))
+
+
+def next_command(memory: Sequence[int], *, has_slurm: bool) -> str:
+    """What to try first on a machine. memory: bytes of each of this node's usable GPUs."""
+    if has_slurm or len(memory) > 1:
+        return "hpcrl init first --slurm, then hpcrl plan grpo.yaml: does it fit these GPUs?"
+    if not memory:
+        return "hpcrl init first --laptop"
+    gib = memory[0] / GIB
+    fits = next((f"{name}.yaml, which fits {gib:.0f} GiB" for least, name in ONE_GPU if gib >= least), None)
+    small = f"hpcrl plan configs/one_gpu/grpo_0_5b.yaml job.gpu_memory_gib={gib * 0.92:.1f}"
+    return f"hpcrl init first --one-gpu, then {f'hpcrl train configs/one_gpu/{fits}' if fits else small}"
 
 
 def start_mpi_or_exit(others: Callable[[], list[Finding]] = list) -> MPI.Intracomm:

@@ -274,6 +274,14 @@ def gpu_here(index: int) -> Gpu:
     return Gpu(cuda.get_device_name(index), tuple(cuda.get_device_capability(index)), tuple(cuda.get_arch_list()))
 
 
+def memory_of_all() -> list[int]:
+    """Bytes of each GPU that torch can use; none without torch."""
+    if "torch" not in sys.modules or not sys.modules["torch"].cuda.is_available():
+        return []
+    cuda = sys.modules["torch"].cuda
+    return [cuda.get_device_properties(index).total_memory for index in range(cuda.device_count())]
+
+
 def pci_id(properties: Any) -> str:
     """PCI id such as 0000:17:00.0 from torch's properties of a GPU; empty for a torch older than 2.8."""
     if not hasattr(properties, "pci_bus_id"):

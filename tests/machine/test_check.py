@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,23 @@ def test_one_table_for_all_ranks(run: Callable) -> None:
     assert ended.code == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("megatron-core") == 1 and "2 in one world on 1 node(s)" in ended.stdout
     assert ended.stdout.count("  code sandbox  ") == 1
+    assert re.search(r"\nready\nnext: hpcrl init first --(laptop|slurm|one-gpu)[^\n]*\n$", ended.stdout)
+
+
+@pytest.mark.parametrize(
+    ("gib", "has_slurm", "said"),
+    [
+        ([], False, "hpcrl init first --laptop"),
+        ([], True, "hpcrl init first --slurm, "),
+        ([80, 80], False, "hpcrl init first --slurm, "),
+        ([8], False, "--one-gpu, then hpcrl plan configs/one_gpu/grpo_0_5b.yaml job.gpu_memory_gib=7.4"),
+        ([23.6], False, "--one-gpu, then hpcrl train configs/one_gpu/grpo_1_5b_lora.yaml, which fits 24 GiB"),
+        ([44.4], False, "--one-gpu, then hpcrl train configs/one_gpu/grpo_3b_lora.yaml, which fits 44 GiB"),
+        ([79.2], False, "--one-gpu, then hpcrl train configs/one_gpu/grpo_1_5b.yaml, which fits 79 GiB"),
+    ],
+)
+def test_the_last_line_is_the_command_to_try_next(gib: list[float], has_slurm: bool, said: str) -> None:
+    assert said in check.next_command([int(each * check.GIB) for each in gib], has_slurm=has_slurm)
 
 
 def test_ranks_that_are_no_world_are_wrong(run: Callable) -> None:

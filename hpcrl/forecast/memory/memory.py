@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -80,10 +80,34 @@ class TrainingPlan:
     config: Config
     own_roles: tuple[RoleSpec, ...] = ()
 
+    def with_config(self, config: Config) -> TrainingPlan:
+        """The same job with another config."""
+        return replace(self, config=config)
+
     @cached_property
     def derived(self) -> Derived:
         job = self.config.job
         return check(self.config, job.nodes * job.ntasks_per_node, own_roles=self.own_roles)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run; None if they depend on the data."""
+        return self.config.trainer.total_training_steps
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.derived.max_sequence_length
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens that a micro-batch of a trained role can have at least."""
+        return self.least_sequences * self.longest
+
+    @property
+    def least_sequences(self) -> int:
+        """Sequences that are in one micro-batch together."""
+        return 1
 
     @cached_property
     def known(self) -> dict[str, RoleSpec]:
@@ -150,7 +174,7 @@ class TrainingPlan:
                 raise InputError(f"placement.{role}.cp={layout.cp} with {block} is not counted yet; plan with cp=1")
             itemsize = ITEMSIZE[architecture.dtype]
             exact = config.rollout.exact and spec.path in (ACTOR.name, REF.name)
-            lora = Lora.from_config(config.model) if spec.path == ACTOR.name else None
+            lora = Lora.from_config(config.model) if ACTOR.name in (spec.name, spec.path) else None
             if lora is not None:
                 check_adapters(own, layout, lora)
             check_fp8(own, fp8)
@@ -164,7 +188,7 @@ class TrainingPlan:
     @cached_property
     def engine(self) -> EngineMemory:
         """The rollout engine."""
-        cfg, refit, longest = self.config.rollout, self.refit, self.derived.max_sequence_length
+        cfg, refit, longest = self.config.rollout, self.refit, self.longest
         fixed = cfg, refit.shape, self.layouts["rollout"], refit.itemsize, longest
         return EngineMemory(*fixed, cfg.quantization, cfg.kv_cache_dtype)
 
@@ -181,9 +205,12 @@ class TrainingPlan:
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        rollout = role_layout(self.refit.shape, "rollout", **self.derived.roles["rollout"].grid)
-        judge = {JUDGE.name: self.judge.layout} if self.judge is not None else {}
-        return {**{role: model.layout for role, model in self.models.items()}, "rollout": rollout, **judge}
+        found = {role: model.layout for role, model in self.models.items()}
+        if (placed := self.derived.roles.get(ROLLOUT.name)) is not None:
+            found[ROLLOUT.name] = role_layout(self.refit.shape, ROLLOUT.name, **placed.grid)
+        if self.judge is not None:
+            found[JUDGE.name] = self.judge.layout
+        return found
 
     @cached_property
     def places(self) -> list[Place]:
@@ -277,8 +304,9 @@ class TrainingPlan:
 
     def _work(self, role: str, max_tokens: int, samples: int, entropy: bool) -> Pass:
         """Micro-batches that are as full as possible, of prompts and responses of the largest length."""
-        data, model, longest = self.config.data, self.models[role], self.derived.max_sequence_length
-        layout, sequences = model.layout, max_tokens // longest
+        data, model, longest = self.config.data, self.models[role], self.longest
+        layout, unit = model.layout, self.least_sequences if self.specs[role].trains else 1
+        sequences = max_tokens // (unit * longest) * unit
         of_replica, multiple = math.ceil(samples / layout.dp), layout.token_multiple(model.row_multiple)
         count = layout.scheduled(math.ceil(of_replica / sequences))
         if layout.vpp > 1:  # with more micro-batches than it takes, each is less full
@@ -302,7 +330,7 @@ class TrainingPlan:
         if tower.train != "none":
             of_prompt = data.max_prompt_length * vision.merge_size**2
             of_picture = min(of_prompt, (data.max_pixels or math.inf) // vision.patch_size**2)
-            cost = self.derived.max_sequence_length + int(model.shape.tokens_per_patch * of_prompt)
+            cost = self.longest + int(model.shape.tokens_per_patch * of_prompt)
             sequences = min(sequences, max(1, max_tokens // cost))
             patches = int(math.ceil(sequences * of_prompt / of_picture / num_ranks) * of_picture)
         num_parts = layout.tp if model.sequence_parallel else 1
@@ -311,9 +339,9 @@ class TrainingPlan:
     def environments_on_host(self) -> int:
         """Bytes of a node's host memory that the processes of environments may have: those of the node with the most
         leaders of the rollout, each with as many open environments as it may have samples."""
-        config, layout = self.config, self.layouts["rollout"]
+        config, layout = self.config, self.layouts.get(ROLLOUT.name)
         cfg = config.rollout.multi_turn.environment
-        if not config.rollout.multi_turn.has_environment:
+        if layout is None or not config.rollout.multi_turn.has_environment:
             return 0
         leaders = Counter(rank // config.job.ntasks_per_node for rank in layout.leaders)
         samples = math.ceil(config.data.train_batch_size * config.rollout.n / layout.dp)
@@ -375,6 +403,8 @@ class TrainingPlan:
     @cached_property
     def _of_engine(self) -> dict[tuple[int, ...], tuple[int, int, int]]:
         """By place: buffers of a refit, the engine's own weights, and its weights before the first refit."""
+        if ROLLOUT.name not in self.layouts:
+            return {place.ranks: (0, 0, 0) for place in self.places}
         traffic, bucket = _traffic(self.refit), self.config.rollout.checkpoint_engine
         limit = bucket.update_weights_bucket_megabytes * 2**20
         found = {}
