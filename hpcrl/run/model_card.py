@@ -47,16 +47,17 @@ Point = tuple[int, float]  # step, value
 class CardFacts(NamedTuple):
     """What a card says; all names are public ones.
 
-    base: the model that training began from; None for random weights. license: entries of that model's card. files:
-    name, train or val, and the rows that were read. figures: metric -> first and last validation.
+    start: the weights that training began with; None for random ones. base: the same, or the base model of an export.
+    license: entries of the model's card. files: name, train or val, and the rows that were read. figures: metric ->
+    first and last validation.
     """
 
     run: str
     job: str
     step: int
+    start: str | None
     base: str | None
     license: Mapping[str, str]
-    init_from: str | None
     settings: Mapping[str, Any]
     command: Sequence[str]
     files: Sequence[tuple[str, str, str]]
@@ -71,6 +72,7 @@ def card_facts(run: Path, state: Mapping[str, Any], step: int) -> CardFacts:
     init_from = config.get("model.init_from")
     path = config.get("model.path") or (init_from if init_from and is_hugging_face(Path(init_from)) else None)
     front = {} if path is None else front_matter(Path(path) / README)
+    start = init_from or path
     base = None if path is None else public_name(path)
     if "hpcrl" in (front.get("tags") or ()):  # an export itself
         base = str(front["base_model"]) if "base_model" in front else None
@@ -79,9 +81,9 @@ def card_facts(run: Path, state: Mapping[str, Any], step: int) -> CardFacts:
         run.name,
         job,
         step,
+        None if start is None else public_name(start),
         base,
         {key: front[key] for key in LICENSE if isinstance(front.get(key), str)},
-        None if init_from is None else public_name(init_from),
         chosen_settings(config, job),
         public_command(map(str, state.get("command", ()))),
         [(public_name(file), use, str(rows.get(f"{use}.{file}", ""))) for use, file in files],
@@ -141,15 +143,16 @@ def model_card(facts: CardFacts, *, is_vision: bool = False, is_adapter: bool = 
         *([facts.job] if facts.job != "train" else []),
         *(METHODS.get(name, str(name)) for name in methods if name),
     ]
+    base = facts.start if is_adapter else facts.base  # adapters are for these weights only
     front = {
-        **({} if facts.base is None else {"base_model": facts.base}),
+        **({} if base is None else {"base_model": base}),
         **({"datasets": list(facts.datasets)} if facts.datasets else {}),
         **facts.license,
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "image-text-to-text" if is_vision else "text-generation",
         "tags": tags,
     }
-    named = [name for name in dict.fromkeys((facts.init_from, facts.base)) if name is not None]
+    named = [name for name in dict.fromkeys((facts.start, facts.base)) if name is not None]
     origin = ", of the model ".join(f"`{name}`" for name in named) or "random weights"
     done = (
         "converted, without training"
@@ -183,7 +186,7 @@ def model_card(facts: CardFacts, *, is_vision: bool = False, is_adapter: bool = 
 def loading(facts: CardFacts, is_vision: bool, is_adapter: bool) -> str:
     """How to load the folder."""
     auto, reader = ("ImageTextToText", "Processor") if is_vision else ("CausalLM", "Tokenizer")
-    model = (facts.base or "BASE_MODEL") if is_adapter else "FOLDER"
+    model = (facts.start or "BASE_MODEL") if is_adapter else "FOLDER"
     lines = [f"from transformers import AutoModelFor{auto}, Auto{reader}", ""]
     lines += [f'model = AutoModelFor{auto}.from_pretrained("{model}")']
     lines += ['model.load_adapter("FOLDER")'] if is_adapter else []

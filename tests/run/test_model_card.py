@@ -41,6 +41,8 @@ def card(folder: Path, config: dict[str, Any], *, step: int = 8, job: str = "tra
         (f"/scratch/{getpass.getuser()}/Qwen3-8B", "Qwen3-8B"),
         (f"~{getpass.getuser()}/Qwen3-8B", "Qwen3-8B"),
         ("/work/runs/sft/checkpoints/step_00000020/huggingface", "sft/step_00000020"),
+        ("/w/runs/grpo/bundle_0a1b2c3d/inputs/home/ada/Qwen3-8B", "Qwen3-8B"),
+        ("/w/runs/grpo/bundle_0a1b2c3d/inputs/Qwen3-8B", "Qwen3-8B"),
         ("/home/ada", ""),
     ],
 )
@@ -86,11 +88,13 @@ def test_the_base_is_that_of_an_export_and_its_licence_is_copied(tmp_path: Path)
     data = {"train_files": ["/c/datasets--org--sums/a.parquet", "/d/b.parquet"]}
     first = card(run, {"model": {"path": str(base)}, "data": data})
     first.save(export / "README.md")
-    second = card(run, {"model": {"path": str(export), "init_from": "/w/runs/sft"}}, is_adapter=True)
+    trained_on = {"model": {"path": str(export), "init_from": "/w/runs/sft"}}
+    second, adapter = card(run, trained_on), card(run, trained_on, is_adapter=True)
     for found in (first, second):
         kept = found.data.to_dict()
         assert kept["base_model"] == "org/base" and kept["license_name"] == "own" and "license_link" not in kept
     assert first.data.datasets == ["org/sums"] and "No licence" not in first.text
-    assert second.data.library_name == "peft" and "From `runs/sft`, of the model `org/base`:" in second.text
+    assert adapter.data.library_name == "peft" and adapter.data.base_model == "runs/sft"
+    assert 'from_pretrained("runs/sft")' in adapter.text and "From `runs/sft`, of the model `org/base`:" in second.text
     (base / "README.md").write_text("---\nlicense: [broken\n---\n")
     assert "No licence is stated" in card(run, {"model": {"path": str(base)}}).text
