@@ -299,16 +299,14 @@ class TrainingJob(Job):
         return [*name, self.arguments.config, *self.arguments.overrides]
 
     @property
-    def num_rows(self) -> dict[str, int]:
-        """Data file -> its rows that the job uses."""
+    def num_rows(self) -> dict[str, dict[str, int]]:
+        """train and val -> data file -> its rows that were read."""
         inputs, data = self.inputs, self.config.data
         read: dict[str, Any] = {**inputs.prompts, **inputs.sequences, **inputs.pairs}
-        splits = [
-            (files, read[split])
-            for split, files in (("train", data.train_files), ("val", data.val_files))
-            if split in read
-        ]
-        return {file: rows for files, dataset in splits for file, rows in zip(files, dataset.file_sizes, strict=False)}
+        files = {"train": data.train_files, "val": data.val_files}
+        return {
+            split: dict(zip(files[split], read[split].file_sizes, strict=False)) for split in files if split in read
+        }
 
     def frozen_weights(self) -> dict[str, str]:
         """Role -> path of the weights of a model that is not trained."""

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcrl.config import yaml_core
+from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.read.token_text import read_config
 from hpcrl.observe.report.scalars import number
 from hpcrl.run.public_names import public_command, public_name
 from hpcrl.run.start import flatten
 from hpcrl.sandbox.foreign_files import MOST_CONFIG, printable, read_text
+from hpcrl.sandbox.new_files import read_json_or
 
 README = "README.md"
 LICENSE = ("license", "license_name", "license_link")
@@ -45,19 +47,20 @@ Point = tuple[int, float]  # step, value
 class CardFacts(NamedTuple):
     """What a card says; all names are public ones.
 
-    base: the model that training began from; None for random weights. license: entries of that model's card. files:
-    name -> train or val, and the rows that were used. figures: metric -> first and last validation.
+    start: the weights that training began with; None for random ones. base: the same, or the base model of an export.
+    license: entries of the model's card. files: name, train or val, and the rows that were read. figures: metric ->
+    first and last validation.
     """
 
     run: str
     job: str
     step: int
+    start: str | None
     base: str | None
     license: Mapping[str, str]
-    init_from: str | None
     settings: Mapping[str, Any]
     command: Sequence[str]
-    files: Mapping[str, tuple[str, int | None]]
+    files: Sequence[tuple[str, str, str]]
     datasets: Sequence[str]
     figures: Mapping[str, tuple[Point, Point]]
     versions: Mapping[str, str]
@@ -65,9 +68,11 @@ class CardFacts(NamedTuple):
 
 def card_facts(run: Path, state: Mapping[str, Any], step: int) -> CardFacts:
     """Read the facts about a run's weights after `step`. state: contents of the checkpoint's trainer.json."""
-    config, job, rows = flatten(read_config(run)), str(state.get("job", "train")), state.get("rows", {})
-    path, init_from = config.get("model.path"), config.get("model.init_from")
+    config, job, rows = flatten(read_config(run)), str(state.get("job", "train")), flatten(state.get("rows", {}))
+    init_from = config.get("model.init_from")
+    path = config.get("model.path") or (init_from if init_from and is_hugging_face(Path(init_from)) else None)
     front = {} if path is None else front_matter(Path(path) / README)
+    start = init_from or path
     base = None if path is None else public_name(path)
     if "hpcrl" in (front.get("tags") or ()):  # an export itself
         base = str(front["base_model"]) if "base_model" in front else None
@@ -76,31 +81,35 @@ def card_facts(run: Path, state: Mapping[str, Any], step: int) -> CardFacts:
         run.name,
         job,
         step,
+        None if start is None else public_name(start),
         base,
-        {key: front[key] for key in LICENSE if holds_elsewhere(front.get(key))},
-        None if init_from is None else public_name(init_from),
+        {key: front[key] for key in LICENSE if isinstance(front.get(key), str)},
         chosen_settings(config, job),
         public_command(map(str, state.get("command", ()))),
-        {public_name(file): (use, rows.get(file)) for use, file in files},
+        [(public_name(file), use, str(rows.get(f"{use}.{file}", ""))) for use, file in files],
         list(dict.fromkeys(public_name(file) for use, file in files if use == "train" and "datasets--" in file)),
         validation_figures(run, step),
-        {name: str(version) for name, version in state.get("versions", {}).items()},
+        {name: str(version) for name, version in (state.get("versions", {}) | submitted(run)).items()},
     )
 
 
+def submitted(run: Path) -> dict[str, str]:
+    """The commit of the code that was submitted last, if the run was."""
+    commit = read_json_or(run / "bundle" / "origin.json", {}, run).get("commit")
+    return {"commit": str(commit)} if commit else {}
+
+
 def front_matter(card: Path) -> dict[str, Any]:
-    """The YAML at the start of a model card; {} if there is none."""
+    """The YAML at the start of a model card, without a licence that is a file beside it; {} if there is none."""
     try:
         found = re.match(r"---\n(.*?)\n---(?:\n|$)", read_text(card, most=MOST_CONFIG), re.S)
         value = yaml_core.parse(found[1], str(card)).plain() if found else {}
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
-
-
-def holds_elsewhere(value: Any) -> bool:
-    """Whether a value is a name or an address; a licence may also be a file of the base model's folder."""
-    return isinstance(value, str) and (value.startswith("https://") or re.fullmatch(r"[a-z\d.-]+", value) is not None)
+    if not isinstance(value, dict):
+        return {}
+    is_address = str(value.get("license_link")).startswith("https://")
+    return {key: entry for key, entry in value.items() if key != "license_link" or is_address}
 
 
 def chosen_settings(config: Mapping[str, Any], job: str) -> dict[str, Any]:
@@ -128,29 +137,30 @@ def validation_figures(run: Path, step: int) -> dict[str, tuple[Point, Point]]:
 
 def model_card(facts: CardFacts, *, is_vision: bool = False, is_adapter: bool = False) -> str:
     """The text of README.md."""
-    named = facts.settings.get("algorithm.adv_estimator"), facts.settings.get(f"{facts.job}.loss_type")
+    methods = facts.settings.get("algorithm.adv_estimator"), facts.settings.get(f"{facts.job}.loss_type")
     tags = [
         "hpcrl",
         *([facts.job] if facts.job != "train" else []),
-        *(METHODS.get(name, str(name)) for name in named if name),
+        *(METHODS.get(name, str(name)) for name in methods if name),
     ]
+    base = facts.start if is_adapter else facts.base  # adapters are for these weights only
     front = {
-        **({} if facts.base is None else {"base_model": facts.base}),
+        **({} if base is None else {"base_model": base}),
         **({"datasets": list(facts.datasets)} if facts.datasets else {}),
         **facts.license,
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "image-text-to-text" if is_vision else "text-generation",
         "tags": tags,
     }
-    origin = "random weights" if facts.base is None else f"`{facts.base}`"
-    origin += "" if facts.init_from is None else f", with the weights of `{facts.init_from}`"
+    named = [name for name in dict.fromkeys((facts.start, facts.base)) if name is not None]
+    origin = ", of the model ".join(f"`{name}`" for name in named) or "random weights"
     done = (
         "converted, without training"
         if facts.job == "convert"
         else f"trained by `hpcrl {facts.job}`, {facts.step} steps"
     )
     settings = [(f"`{key}`", yaml_core.dump_flow(value)) for key, value in facts.settings.items()]
-    files = [(f"`{name}`", use, "" if rows is None else str(rows)) for name, (use, rows) in facts.files.items()]
+    files = [(f"`{name}`", use, rows) for name, use, rows in facts.files]
     figures = [
         (f"`{key}`", *(f"{number(value)} (step {step})" for step, value in points))
         for key, points in facts.figures.items()
@@ -176,7 +186,7 @@ def model_card(facts: CardFacts, *, is_vision: bool = False, is_adapter: bool = 
 def loading(facts: CardFacts, is_vision: bool, is_adapter: bool) -> str:
     """How to load the folder."""
     auto, reader = ("ImageTextToText", "Processor") if is_vision else ("CausalLM", "Tokenizer")
-    model = (facts.base or "BASE_MODEL") if is_adapter else "FOLDER"
+    model = (facts.start or "BASE_MODEL") if is_adapter else "FOLDER"
     lines = [f"from transformers import AutoModelFor{auto}, Auto{reader}", ""]
     lines += [f'model = AutoModelFor{auto}.from_pretrained("{model}")']
     lines += ['model.load_adapter("FOLDER")'] if is_adapter else []

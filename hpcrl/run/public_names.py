@@ -20,9 +20,15 @@ def public_name(path: str) -> str:
     for part in reversed(parts):
         if part.startswith(("models--", "datasets--")):
             return part.split("--", 1)[1].replace("--", "/")
+    staged = next((place + 2 for place in range(len(parts) - 1) if is_bundle(*parts[place : place + 2])), 0)
     private = max((place + 2 for place, part in enumerate(parts) if part in HOMES), default=0)
-    named = [part for part in parts[private:] if part not in NAMELESS]
+    named = [part for part in parts[max(staged, private) :] if part not in NAMELESS]
     return "/".join([*(part for part in named[-2:-1] if not is_user(part)), *named[-1:]])
+
+
+def is_bundle(folder: str, inside: str) -> bool:
+    """Whether what follows is a path of its own, below the bundle of a submitted job."""
+    return folder.startswith("bundle_") and inside == "inputs"
 
 
 def is_user(name: str) -> bool:

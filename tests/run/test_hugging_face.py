@@ -136,7 +136,8 @@ def check_card(exported: Path, converted: Path, run: Path) -> None:
     key = next(name for name in lines[0] if name.startswith("val-core/"))
     for line in (lines[0], lines[-1]):
         assert f"{line[key]:.4g} (step {line['step']})" in next(row for row in card.text.splitlines() if key in row)
-    assert f"| `{run.parents[1].name}/train.jsonl` | val | 9 |" in card.text
+    for split in ("train", "val"):
+        assert f"| `{run.parents[1].name}/train.jsonl` | {split} | 9 |" in card.text
     assert "hpcrl train " in card.text and "placement" not in card.text
     assert not re.search(r"[\s`=\"'(\[]/", card.content) and "step 2" in card.text
 
