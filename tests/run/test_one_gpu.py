@@ -82,14 +82,28 @@ def overrides(template: str) -> list[str]:
 def test_two_steps(template: str, data: Path) -> None:
     hpcrl(data, JOBS[template], str(FOLDER / f"{template}.yaml"), *overrides(template))
     if JOBS[template] == "generate":
-        (run,) = (data / "runs" / template).rglob("generations.jsonl")
-        assert len(run.read_text().splitlines()) == 4 * 2
+        samples = data / "runs" / template / "generations.jsonl"
+        assert len(samples.read_text().splitlines()) == 4 * 2
         return
     lines = [json.loads(line) for line in (data / "runs" / template / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 2
     assert (data / "runs" / template / "checkpoints" / "step_00000002").is_dir()
     if JOBS[template] == "train":
         assert any(key.startswith("val-core/openai/gsm8k/") for key in lines[-1])
+
+
+@pytest.mark.exhaustive
+def test_a_run_with_adapters_is_evaluated_exported_and_a_start(data: Path) -> None:
+    """The commands of docs/one_gpu.md after a run: its score, that of its export, and a run that starts from it."""
+    template, small = str(FOLDER / "grpo_1_5b_lora.yaml"), overrides("grpo_1_5b_lora")
+    hpcrl(data, "train", template, *small, "run.name=first")
+    (data / "models").mkdir()
+    hpcrl(data, "convert", "runs/first", "models/mine")
+    for number, start in enumerate(("runs/first", "models/mine")):
+        hpcrl(data, "evaluate", template, *small, f"run.name=evaluated_{number}", f"model.init_from={start}")
+        (found,) = (data / "runs" / f"evaluated_{number}").rglob("evaluation.json")
+        assert "val-core/openai/gsm8k/" in found.read_text()
+    hpcrl(data, "train", template, *small, "run.name=second", "model.init_from=models/mine")
 
 
 @pytest.mark.parametrize(

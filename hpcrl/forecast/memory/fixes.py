@@ -170,10 +170,13 @@ def _sequences_of_generation(job: TrainingPlan) -> Iterator[Change]:
         yield {"rollout.max_num_seqs": sequences}
 
 
+def _other_layouts(job: TrainingPlan) -> Iterator[Change]:
+    if job.derived.world_size > 1:
+        yield from _layouts(job)
+
+
 def _layouts(job: TrainingPlan) -> Iterator[Change]:
     """Larger pp, then larger tp inside a node, of the role that takes most on the fullest rank."""
-    if job.derived.world_size == 1:
-        return
     row = tightest(job.rows())
     working = next((phase.role for phase in job.phases if phase.name == row.phase), "")
     sizes = {role: job.states[role, stage].total for role, stage in row.place.stages.items() if role in job.models}
@@ -241,5 +244,5 @@ def _cache_shares(job: TrainingPlan) -> Iterator[Change]:
 # In the order in which they are tried: what costs time only, what is trained, rounding, copies.
 STEPS: tuple[Callable[[TrainingPlan], Iterator[Change]], ...] = (
     *(_budgets, recompute, head_chunks, _cache_of_generation, _sequences_of_generation),
-    *(_layouts, adapters, moments, _offloads, _cache_shares),
+    *(_other_layouts, adapters, moments, _offloads, _cache_shares),
 )
