@@ -109,6 +109,7 @@ def describe(
 
     return [
         *_heading(path, job),
+        *([] if is_supervised(described) else _other_jobs(path, job)),
         "",
         head(f"role, {name}", COLUMNS[:3]),
         *_states(job, cells),
@@ -133,6 +134,13 @@ def _heading(path: str, job: TrainingPlan) -> Iterator[str]:
         work = works.get(role)
         batches = f", micro-batches of {work.tokens} tokens, {work.rows} with outputs" if work else ""
         yield f"  {role:<8} {layout:<20} ranks {format_spans(placed.ranks)}{batches}"
+
+
+def _other_jobs(path: str, job: TrainingPlan) -> Iterator[str]:
+    """A note for each section of a job that this plan is not of."""
+    for name in JOBS:
+        if name in job.config.model_fields_set:
+            yield f"  note: this is the plan of `hpcrl train`; that of the section {name}: hpcrl plan {name}:{path}"
 
 
 def _states(job: TrainingPlan, cells: Callable[[Sequence[int]], str]) -> Iterator[str]:

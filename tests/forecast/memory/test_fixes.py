@@ -48,7 +48,6 @@ def proposed(job: str, template: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("job", "template", "overrides"),
     [
-        ("train", "grpo_1_5b", ["job.gpu_memory_gib=22"]),
         ("train", "grpo_0_5b", ["job.gpu_memory_gib=16", "algorithm.adv_estimator=gae"]),
         ("preference", "dpo_0_5b", ["job.gpu_memory_gib=5"]),
         ("sft", "sft_0_5b", ["job.gpu_memory_gib=9"]),
@@ -90,6 +89,7 @@ def test_what_changes_the_training_less_comes_first() -> None:
     assert {ORDER[number] for number in costliest} >= {"max_token_len_per_gpu", "lora_rank", "_offload", "job.nodes"}
 
 
+@pytest.mark.exhaustive
 def test_a_job_may_have_no_fix() -> None:
     config = load_config(ONE_GPU / "grpo_3b_lora.yaml", ["job.gpu_memory_gib=4"])
     assert cheapest_fix(TrainingPlan(config)) is None

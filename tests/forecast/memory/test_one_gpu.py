@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import load_job, main
+from hpcrl.forecast.command import describe
 from hpcrl.forecast.memory.fixes import tightest
 from hpcrl.forecast.memory.memory import GIB, TrainingPlan
 from hpcrl.forecast.memory.supervised import plan_of
@@ -89,6 +90,13 @@ def test_supervised_jobs_hold_what_the_same_micro_batches_of_grpo_do() -> None:
     assert update(alone) == grpo
     beside = update(planned(FOLDER / "dpo_0_5b.yaml", *pairs))
     assert beside[0] == 2 * grpo[0] and beside[1:] == grpo[1:]
+
+
+def test_a_template_of_another_job_is_noted() -> None:
+    path = str(FOLDER / "sft_0_5b.yaml")
+    note = f"that of the section sft: hpcrl plan sft:{path}"
+    assert any(note in line for line in describe(load_job("train"), path))
+    assert not any("note:" in line for line in describe(load_job("sft"), path))
 
 
 @pytest.mark.parametrize(
