@@ -45,8 +45,8 @@ KINDS = {
     ),
     "one-gpu": StartFolder(
         "models of 0.5B to 3B on one GPU of 24 to 80 GB: SFT, DPO, GRPO, LoRA",
-        {**REWARD, ONE_GPU: ONE_GPU},
-        f"{ONE_GPU}/base.yaml: the GPU's memory, and data",
+        {ONE_GPU: ONE_GPU},
+        f"{ONE_GPU}/base.yaml: the GPU's memory, and data; copy the model into models/Qwen2.5-0.5B-Instruct",
         (
             "hpcrl data gsm8k --from DOWNLOADED --out data/gsm8k",
             f"hpcrl plan {ONE_GPU}/grpo_0_5b.yaml",

@@ -188,9 +188,13 @@ def _fit(job: TrainingPlan, rows: list[Row]) -> Iterator[str]:
             yield f"  {'cheapest fix':<22}none found: see docs/planning.md for what was tried"
         else:
             yield f"  {'cheapest fix':<22}{' '.join(found.overrides)}"
+            joint = ""
             for key, then in found.parts.items():
-                change = f"{override(key, found.change[key])}: " if len(found.parts) > 1 else ""
+                change = f"{joint}{override(key, found.change[key])}: " if len(found.parts) > 1 else ""
                 yield f"  {'':<22}{change}then {binary(then.total)}, in {then.phase}"
+                joint = "and "
+            if "model.lora_rank" in found.change:
+                yield f"  {'':<22}model.lora_rank trains adapters: use about ten times the learning rate"
     yield f"  {'not counted':<22}CUDA context, NCCL's buffers, fragmentation; activations of generation are estimated"
 
 

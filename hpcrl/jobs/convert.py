@@ -72,7 +72,9 @@ class Convert(WeightsJob):
                 draft.write_text(dump_config(config), encoding="utf-8")
         else:
             try:
-                draft = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.absolute().parent)) / "draft"
+                parent = target.absolute().parent
+                parent.mkdir(parents=True, exist_ok=True)
+                draft = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=parent)) / "draft"
                 run, state = run_of(source), read_json_or(source / TRAINER_FILE, {}, source)
                 assert run is not None  # its config is this one's
                 export(controller, config, draft, card_facts(run, state, state["step"]))

@@ -190,6 +190,11 @@ class PairsJob(SupervisedJob):
         for split, dataset in self.inputs.pairs.items():
             self.pair_lengths[split] = self.lengths_of(dataset)
             log.info("%s: %s; %d too long", split, self.described(dataset), dataset.num_filtered)
+        if (count := len(self.inputs.pairs["train"])) < self.own.batch_size:
+            log.warning(
+                "data.train_files has %d rows, fewer than %s.batch_size=%d: a step takes some of them several times",
+                *(count, self.name, self.own.batch_size),
+            )
         self.log_first_row(self.inputs.pairs["train"])
 
     def lengths_of(self, dataset: AnswerDataset) -> np.ndarray:

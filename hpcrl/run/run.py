@@ -332,6 +332,8 @@ class Run:
             if self.rollouts is not None:
                 self.rollouts.load(start.state, start.folder, start.step)
             log.info("resuming after step %d from %s", start.step, start.folder)
+        if start.folder is None and start.init_from is not None:
+            log.info("starting with the weights of %s", start.init_from)
         run_owner.check()
         if self.rollouts is not None:
             discard_from(self.folder / "rollouts", start.step + 1)

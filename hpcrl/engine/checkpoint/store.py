@@ -216,7 +216,7 @@ def load_path(path: str | os.PathLike[str], report: Callable[[str], None]) -> Pa
     """
     start = Path(path)
     if not start.is_dir():
-        raise InputError(f"no checkpoint at {path}: no such folder; first run the job that writes it")
+        raise InputError(f"no checkpoint at {path}: no such folder; run the job that writes it, or download the model")
     if is_hugging_face(start):
         return start
     if (start / TRAINER_FILE).exists() or _STEP_FOLDER.fullmatch(start.name):

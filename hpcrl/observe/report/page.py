@@ -219,14 +219,17 @@ def report_main(arguments: Sequence[str]) -> NoReturn:
     )
     parsed = parser.parse_args(arguments)
     with exits.one_line_for_user_errors():
-        size = write_report(parsed.runs, Path(parsed.out), by_name=parsed.seeds)
-        num_runs = f"{len(parsed.runs)} run{'s' * (len(parsed.runs) > 1)}"
-        print(f"{printable(parsed.out)}: {size / 1e6:.1f} MB, {num_runs}")
+        runs = write_report(parsed.runs, Path(parsed.out), by_name=parsed.seeds)
+        for run in runs:
+            sentences = " ".join(finding.text for finding in verdict_of(run).sentences)
+            print(printable(f"{run.name}: {sentences}", one_line=True))
+        size = Path(parsed.out).stat().st_size / 1e6
+        print(f"{printable(parsed.out)}: {size:.1f} MB, {len(runs)} run{'s' * (len(runs) > 1)}")
     sys.exit(exits.DONE)
 
 
-def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> int:
-    """Write the page of the runs; returns its size in bytes. Raises InputError, one line."""
+def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> list[RecordedRun]:
+    """Write the page of the runs; returns those that it shows. Raises InputError, one line."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out}: expected a file in a folder that exists")
     found = _with_steps(read_recorded_runs(runs))
@@ -236,7 +239,7 @@ def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> in
             draft.write_bytes(page)
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written: {error.strerror}") from None
-    return len(page)
+    return found
 
 
 def _with_steps(runs: Sequence[RecordedRun]) -> list[RecordedRun]:

@@ -33,7 +33,8 @@ PPO_KL, MUCH_PPO_KL = 0.1, 0.5  # nats of one update; 0.001 to 0.05 are usual
 REFERENCE_KL = 1.0  # nats per token from the reference; above it the texts have little in common
 GAP, LARGE_GAP = 0.05, 0.3  # nats between log-probs of rollout and training; bf16 gives 0.005 to 0.03
 GROWN = 1.5  # times the response length at the start
-SPIKE = 50.0  # times the median gradient norm; single batches of healthy runs reached 34
+SPIKE = 50.0  # times the median gradient norm of all steps and of the nearest; batches of healthy runs reached 34
+NEAREST = 5  # steps on each side, among which the gradients of a loss that falls are alike
 FEW_FAILURES = 1.0  # failed scores or turns of a step in the mean
 ABORTED = 0.1  # share of empty responses
 OVERFITTED = 1.1  # times the lowest validation loss
@@ -295,12 +296,16 @@ def gradients(run: RecordedRun) -> Finding | None:
         )
     if len(series) < FEWEST_VALUES:
         return None
-    usual, (step, most) = median(value for _, value in series), max(series, key=lambda point: point[1])
+    values = [value for _, value in series]
+    step, most = max(series, key=lambda point: point[1])
+    place_of = values.index(most)
+    near = values[max(place_of - NEAREST, 0) : place_of] + values[place_of + 1 : place_of + 1 + NEAREST]
+    usual = max(median(values), median(near))
     if most <= SPIKE * usual or usual <= 0:
         return None
     return Finding(
         "look",
-        f"The gradient norm was {most:.3g} in step {step}, {most / usual:.0f} times its median.",
+        f"The gradient norm was {most:.3g} in step {step}, {most / usual:.0f} times the usual one.",
         place,
         "actor.optim.clip_grad and the learning rate",
     )

@@ -43,8 +43,6 @@ def said(path: Path) -> dict[int, re.Match[str]]:
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_figures_of_a_template(path: Path) -> None:
-    job = planned(path)
-    assert gib(job) * GIB <= job.capacity and job.config.job.gpu_memory_gib in USABLE.values()
     page = (ROOT / "docs" / "one_gpu.md").read_text(encoding="utf-8")
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{path.name}`")]
     cells = [cell.strip() for cell in row.split("|")[-4:-1]]
