@@ -230,7 +230,9 @@ def run_report(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_the_command(killed, tmp_path):
     out = tmp_path / "report.html"
     done = run_report(killed, "--out", out)
-    assert done.returncode == 0 and done.stdout.startswith(f"{out}: "), done.stderr
+    assert done.returncode == 0, done.stderr
+    verdict, file = done.stdout.splitlines()
+    assert verdict.startswith("killed: Reward rose from ") and file.startswith(f"{out}: ")
     assert list(tmp_path.iterdir()) == [out]
     for arguments, words in (
         ((tmp_path / "none",), "found nothing; expected the folder of a run"),

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.observe.read.recorded_run import RecordedRun, read_recorded_run
 from hpcrl.observe.report.charts import panels_of
 from hpcrl.observe.report.page import write_report
-from hpcrl.observe.report.verdict import verdict_of
+from hpcrl.observe.report.verdict import gradients, verdict_of
 from hpcrl.runtime.exits import InputError
 from tests.observe.written_runs import metrics, write_config, write_log, write_metrics
 
@@ -27,6 +27,7 @@ def recorded(name: str, folder: Path) -> RecordedRun:
 
 def written(folder: Path, **changes) -> RecordedRun:
     """A run of 60 steps that learns; changes: of metrics, from the step to their values."""
+    folder.mkdir(exist_ok=True)
     rng = random.Random(3)
     rows = [metrics(step, rng) for step in range(1, 61)]
     for name, values in changes.items():
@@ -92,6 +93,21 @@ def test_each_fault_is_named_and_leads_to_its_chart(changes, words, anchor, tmp_
     found = next(one for one in verdict_of(run).sentences if words in one.text)
     assert found.severity in ("bad", "look") and found.anchor == anchor
     assert anchor in [panel["anchor"] for panel in panels_of([run.log])]
+
+
+def test_validation_that_stays_while_the_reward_rises(tmp_path):
+    steady = {"val-core/maths/acc/mean@1": lambda step: 0.3 + 0.01 * (-1) ** step}
+    alone = verdict_of(written(tmp_path / "alone", **steady, critic__score__mean=lambda step: 0.2)).sentences[0]
+    besides = verdict_of(written(tmp_path / "besides", **steady)).sentences[0]
+    assert "did not change" in alone.text and "reward" not in alone.text and "learning rate" in alone.advice
+    assert "while the reward of the training samples rose from" in besides.text and "prompts" in besides.advice
+
+
+def test_a_gradient_that_falls_with_the_loss_is_no_spike(tmp_path):
+    falls = written(tmp_path / "falls", actor__grad_norm=lambda step: 30 * 0.7**step)
+    jumps = written(tmp_path / "jumps", actor__grad_norm=lambda step: 60.0 if step == 20 else 30 * 0.7**step)
+    assert gradients(falls) is None
+    assert "in step 20" in gradients(jumps).text
 
 
 def test_charts_without_a_change_are_flat(tmp_path):

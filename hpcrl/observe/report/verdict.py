@@ -181,13 +181,24 @@ def learning(log: RunLog) -> Finding:
         return Finding("bad", f"{name} {down} {figures}: the run gets worse.", place, advice)
     if objective.is_share and trend.last >= AT_CEILING:
         return Finding("good", f"{name} stays at its ceiling, {figures}.", place)
+    besides = training_reward(log) if "validation" in objective.name else ""
     if better.change > better.error:
-        return Finding("look", f"{name} may have improved, {figures}: not yet beyond its noise.", place)
+        return Finding("look", f"{name} may have improved, {figures}: not yet beyond its noise{besides}.", place)
     if CERTAIN * better.error > BLURRED * abs(better.first):
-        text = f"{name} shows no change, {figures}, but its noise would hide one; take more steps or samples."
+        text = f"{name} shows no change, {figures}, but its noise would hide one{besides}; take more steps or samples."
         return Finding("look", text, place)
     advice = "the learning rate, and whether samples of one prompt differ in their scores"
-    return Finding("look", f"{name} did not change beyond its noise, {figures}.", place, advice)
+    if besides:
+        advice = "what differs between training and validation: prompts, temperature, samples"
+    return Finding("look", f"{name} did not change beyond its noise, {figures}{besides}.", place, advice)
+
+
+def training_reward(log: RunLog) -> str:
+    """Part of a sentence on validation: that the reward of the training samples rises; "" if it does not."""
+    trend = trend_of(log.series("critic/score/mean"))
+    if trend is None or not trend.rises():
+        return ""
+    return f", while the reward of the training samples rose from {trend.first:.3g} to {trend.last:.3g}"
 
 
 def truncation(run: RecordedRun) -> Finding | None:
@@ -297,9 +308,8 @@ def gradients(run: RecordedRun) -> Finding | None:
     if len(series) < FEWEST_VALUES:
         return None
     values = [value for _, value in series]
-    step, most = max(series, key=lambda point: point[1])
-    place_of = values.index(most)
-    near = values[max(place_of - NEAREST, 0) : place_of] + values[place_of + 1 : place_of + 1 + NEAREST]
+    at = values.index(max(values))
+    (step, most), near = series[at], values[max(at - NEAREST, 0) : at] + values[at + 1 : at + 1 + NEAREST]
     usual = max(median(values), median(near))
     if most <= SPIKE * usual or usual <= 0:
         return None
