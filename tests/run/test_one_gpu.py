@@ -22,6 +22,8 @@ JOBS = {
     "sft_0_5b": "sft",
     "samples_0_5b": "generate",
     "dpo_0_5b": "preference",
+    **dict.fromkeys(("sft_1_5b_lora", "sft_3b_lora"), "sft"),
+    **dict.fromkeys(("dpo_1_5b_lora", "dpo_3b_lora"), "preference"),
 }
 IN_CI = ("grpo_1_5b_lora", "dpo_0_5b")
 SMALL = [
