@@ -296,7 +296,8 @@ class TrainingJob(Job):
     def command(self) -> list[str]:
         """The words after `hpcrl` that started the job."""
         name = [self.name] if self.file is None else ["run", self.file]
-        return [*name, self.arguments.config, *self.arguments.overrides]
+        given = vars(self.arguments)  # none where Python code made the job
+        return [*name, *([given["config"]] if "config" in given else []), *given.get("overrides", ())]
 
     @property
     def num_rows(self) -> dict[str, dict[str, int]]:
