@@ -24,7 +24,7 @@ def test_three_steps_over_files_in_verls_layout(tmp_path: Path) -> None:
     (tmp_path / "data" / "geo3k").mkdir(parents=True)
     for split, num in (("train", 24), ("test", 4)):
         write_geometry(tmp_path / "data" / "geo3k" / f"{split}.parquet", num)
-    run(replace(block, mark="runs"), tmp_path)
+    run(replace(block, mark="runs"), tmp_path, tmp_path)
     folder = tmp_path / "runs" / "geometry3k_tiny"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "actor/grad_norm" in line] == [1, 2, 3]

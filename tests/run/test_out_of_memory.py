@@ -49,7 +49,7 @@ def test_the_error_names_the_phase_what_was_expected_there_and_what_needs_less(r
     assert expects.startswith("`hpcrl plan` expects ") and "MiB: parameters 0." in expects and "gradients" in expects
     assert less == (
         "to need less: actor.ppo_max_token_len_per_gpu below 128, model.recompute.granularity=full, "
-        "a larger placement.actor.tp or pp"
+        "a larger placement.actor.tp or pp, model.lora_rank=16, actor.optim.exp_avg_dtype=bfloat16"
     )
     assert where == f"memory snapshot: {snapshot}, to be opened at https://pytorch.org/memory_viz"
     assert f"hpcrl: rank 1 failed (role actor, phase update_actor): {error}" in ended.stderr.splitlines()
