@@ -103,10 +103,10 @@ world() {
 }
 
 # serve PYTHON SOCKET: start tests/preloaded/server.py, which forks the sessions' ranks, and ends when this shell does, whose
-# pipe it reads; TRITON_INTERPRET as tests/conftest.py
+# pipe it reads; variables of the interpreter as in tests/conftest.py
 serve() {
     local interpret
-    interpret=$([[ -e /dev/nvidiactl ]] || echo TRITON_INTERPRET=1)
+    interpret=$([[ -e /dev/nvidiactl ]] || echo TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Sandybridge)
     exec {server}> >(exec env $interpret PYTHONPATH="$PWD" "$1" tests/preloaded/server.py "$2" pytest hypothesis)
     until [[ -S $2 ]]; do
         kill -0 $! || { echo "test.sh: error: tests/preloaded/server.py has ended" >&2; exit 1; }
