@@ -4,10 +4,11 @@ it."""
 from __future__ import annotations
 
 import math
+import pwd
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from hpcrl.config import yaml_core
@@ -15,7 +16,6 @@ from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.read.token_text import read_config
 from hpcrl.observe.report.scalars import number
-from hpcrl.run.public_names import public_command, public_name
 from hpcrl.run.start import flatten
 from hpcrl.sandbox.foreign_files import MOST_CONFIG, printable, read_text
 from hpcrl.sandbox.new_files import read_json_or
@@ -38,6 +38,10 @@ UPDATE = (
 )
 OWN = ("loss_type", "beta", "optim.optimizer", "optim.lr", "optim.weight_decay", "batch_size", "eval_samples")
 GENERAL = ("model.lora_rank", "model.dtype", "data.max_prompt_length", "data.max_response_length", "run.seed")
+HOMES = ("home", "Users", "users")  # folders of users' folders
+NAMELESS = ("checkpoints", "huggingface", "snapshots", "/", "..", ".", "~")  # components that do not name a model
+PATH = re.compile(r"[^\s,'\"\[\]{}=:]*/[^\s,'\"\[\]{}=:]*")
+WHERE = re.compile(r"(?:placement|job|run\.dir)[.=]")  # overrides that say where a run ran
 
 METHODS = {"sigmoid": "dpo"}  # names of losses -> of methods
 
@@ -199,3 +203,34 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; "" without rows."""
     cells = [[printable(cell, one_line=True).replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *cells)) if rows else ""
+
+
+def public_name(path: str) -> str:
+    """The model or dataset of a path in the Hugging Face cache; of another path its last two components that name
+    something, without names of users."""
+    parts = PurePath(path).parts
+    for part in reversed(parts):
+        if part.startswith(("models--", "datasets--")):
+            return part.split("--", 1)[1].replace("--", "/")
+    staged = next((place + 2 for place in range(len(parts) - 1) if is_bundle(*parts[place : place + 2])), 0)
+    private = max((place + 2 for place, part in enumerate(parts) if part in HOMES), default=0)
+    named = [part for part in parts[max(staged, private) :] if part not in NAMELESS]
+    return "/".join([*(part for part in named[-2:-1] if not is_user(part)), *named[-1:]])
+
+
+def is_bundle(folder: str, inside: str) -> bool:
+    """Whether what follows is a path of its own, below the bundle of a submitted job."""
+    return folder.startswith("bundle_") and inside == "inputs"
+
+
+def is_user(name: str) -> bool:
+    try:
+        pwd.getpwnam(name.removeprefix("~"))
+    except KeyError:
+        return False
+    return True
+
+
+def public_command(words: Iterable[str]) -> list[str]:
+    """The words of a command with public names in place of paths, and without overrides that say where it ran."""
+    return [PATH.sub(lambda found: public_name(found[0]), word) for word in words if not WHERE.match(word)]

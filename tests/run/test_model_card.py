@@ -11,8 +11,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from hpcrl.run.model_card import card_facts, model_card
-from hpcrl.run.public_names import public_command, public_name
+from hpcrl.run.model_card import card_facts, model_card, public_command, public_name
 
 METRICS = [
     {"step": 0, "val-core/openai/gsm8k/acc/mean@1": 0.25, "val-aux/openai/gsm8k/reward/mean@1": 0.5},

@@ -16,7 +16,7 @@ from tests.run.small_run import compared, log_of, write_config
 from tests.runtime.conftest import MPIEXEC, REPOSITORY, environment
 
 ATTACK = (sys.executable, str(REPOSITORY / "tools" / "attack_neighbour.py"))
-# Rank 1 connects only after somebody else did, whose connection rank 0 has closed.
+# Rank 1 connects after rank 0 has closed the connection of another program.
 LATE = """
 import time
 from pathlib import Path
