@@ -14,6 +14,8 @@
 #   HPCRL_DRY_RUN=1     the ranks only show where they would be in each role
 # shellcheck shell=bash
 
+source "$(dirname "${BASH_SOURCE[0]}")/relaunch.sh"
+
 hpcrl_say() { printf 'hpcrl: %s\n' "$*" >&2; }
 
 hpcrl_fail() { # what an input error is in the program: one line, exit code 2
@@ -46,22 +48,37 @@ hpcrl_trap() {
     trap 'hpcrl_ends=1 hpcrl_interrupted=1' INT
 }
 
-# hpcrl_srun RUN_DIR ARGUMENTS...: `python -m hpcrl ARGUMENTS...` on all ranks; returns what became of it.
+# hpcrl_srun RUN_DIR ARGUMENTS...: `python -m hpcrl ARGUMENTS...` on all ranks, which start again in this allocation where
+# the loss of a rank or a node allows it (slurm/relaunch.sh); returns what became of it.
+hpcrl_srun() {
+    local run=$1 code
+    shift
+    [[ ${HPCRL_DRY_RUN:-} != 1 ]] || run=/dev/null
+    hpcrl_list_nodes
+    while :; do
+        hpcrl_start_guard "$run"
+        hpcrl_launch "$run" "$@"
+        code=$?
+        hpcrl_stop_guard
+        hpcrl_may_relaunch "$run" "$code" "$@" || return "$code"
+    done
+}
+
+# hpcrl_launch RUN_DIR ARGUMENTS...: start the ranks, again where MPI fails to start; returns what became of it.
 # Launchers turn codes into 137; the program's own word is <run>/exit.json, if HPCRL_START in it says that it is of this
 # start: the folder may be another job's, before and after. Sets hpcrl_killed where the program had begun, owns the folder
 # still and wrote no exit.json: a rank or its node was killed.
-hpcrl_srun() {
+hpcrl_launch() {
     local run=$1 code said mine try=1
     hpcrl_killed=
     shift
-    [[ ${HPCRL_DRY_RUN:-} != 1 ]] || run=/dev/null
     while :; do
         export HPCRL_START="${SLURM_JOB_ID:-0}.${SLURM_RESTART_COUNT:-0}.$(date +%s.%N).$RANDOM"
         mine="\"start\": \"$HPCRL_START\""
-        # --disable-status: else srun answers the first Ctrl-C itself, and passes on none
-        srun ${hpcrl_mpi:+--mpi="$hpcrl_mpi"} --disable-status --kill-on-bad-exit=1 --wait=60 --cpu-bind="${HPCRL_CPU_BIND:-cores}" \
-            "${hpcrl_srun_options[@]}" "${hpcrl_python[@]}" -m hpcrl "$@"
+        hpcrl_start_watch "$run"
+        hpcrl_srun_once "$@"
         code=$?
+        hpcrl_stop_watch
         said=
         if grep -qF "$mine" "$run/exit.json" 2>/dev/null; then
             said=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$run/exit.json" 2>/dev/null)
@@ -77,6 +94,12 @@ hpcrl_srun() {
         try=$((try + 1))
         hpcrl_say "MPI did not start on all ranks (srun's exit code $code): try $try of ${HPCRL_START_TRIES:-3}"
     done
+}
+
+hpcrl_srun_once() {
+    # --disable-status: else srun answers the first Ctrl-C itself, and passes on none
+    srun ${hpcrl_mpi:+--mpi="$hpcrl_mpi"} --disable-status --kill-on-bad-exit=1 --wait=60 --cpu-bind="${HPCRL_CPU_BIND:-cores}" \
+        "${hpcrl_step_options[@]}" "${hpcrl_srun_options[@]}" "${hpcrl_python[@]}" -m hpcrl "$@"
 }
 
 # hpcrl_owner_of RUN_DIR: the record of the job that owns the folder, the one with the highest number

@@ -1015,6 +1015,14 @@ class JobConfig(Section):
     signal_seconds: PositiveInt = Field(300, le=65535, description="seconds before the end when ranks get SIGURG")
     requeue: bool = Field(True, description="continue in another slice after a planned stop or the loss of a node")
     max_restarts: NonNegativeInt = Field(100, description="slices after the first at most")
+    max_relaunches: NonNegativeInt = Field(
+        10,
+        description="starts of the ranks again inside a slice's allocation at most, after the loss of a rank or node; "
+        "0: each loss ends the slice",
+    )
+    spare_nodes: NonNegativeInt = Field(
+        0, description="nodes besides `nodes` in the allocation, without ranks until they replace lost ones"
+    )
     extra: list[SbatchOption] = Field([], description="further options of sbatch, such as --mail-type=END")
     on_event: Annotated[list[ShellCommand], BeforeValidator(one_or_several)] = Field(
         [],
@@ -1030,7 +1038,7 @@ class JobConfig(Section):
     @property
     def node_hours(self) -> float:
         """What the first slice costs at most."""
-        return self.nodes * self.time_seconds / 3600
+        return (self.nodes + self.spare_nodes) * self.time_seconds / 3600
 
 
 class Config(Section):

@@ -56,7 +56,8 @@ KINDS = {
     "slurm": StartFolder(
         "a 7B model on two nodes of a cluster with Slurm",
         {**REWARD, "configs/start/slurm": "."}
-        | {"slurm/site.yaml": "site.yaml", "slurm/job.sbatch": "job.sbatch", "slurm/common.sh": "slurm/common.sh"},
+        | {"slurm/site.yaml": "site.yaml", "slurm/job.sbatch": "job.sbatch"}
+        | {name: name for name in ("slurm/common.sh", "slurm/relaunch.sh")},
         "site.yaml, and grpo.yaml at the marks (1) to (5)",
         (
             "hpcrl data gsm8k --from DOWNLOADED --out data/gsm8k",

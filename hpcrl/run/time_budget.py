@@ -3,7 +3,7 @@
 <run>/times.json    seconds that later allocations and `hpcrl submit` plan with: setup_s, step_s, save_s, and phases;
                     and the run's total_steps
 <run>/slices.json   the last slices (allocations): Slurm's job and restart; step of the newest checkpoint found, -1 for
-                    none; end of the allocation, null if it has none
+                    none; end of the allocation, null if it has none; relaunch: how often its ranks have started again
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ def check_progress(
     if job is not None:
         restart = int(environ.get("SLURM_RESTART_COUNT") or 0)
         this = {"job": job, "restart": restart, "step": found_step, "ends_at": ends_at}
+        if relaunch := int(environ.get("HPCRL_RELAUNCH") or 0):
+            this["relaunch"] = relaunch
+            log.warning("relaunch %d in this slice: %s", relaunch, environ.get("HPCRL_RELAUNCH_REASON", ""))
         # Of several attempts in one allocation, the last one counts.
         slices = [
             one for one in read_json_or(folder / SLICES_FILE, []) if (one["job"], one["restart"]) != (job, restart)

@@ -88,9 +88,8 @@ def _jobs_of(run: Path, progress: Progress) -> list[str]:
 def _overview_row(name: str, run: Path, progress: Progress, queued: Queued | None, state: str, note: str) -> list[str]:
     step, eta = step_and_eta(progress, state)
     reward, change = last_and_trend(progress.rows)
-    slices = str(progress.slices) if progress.slices else "-"
     warning = last_warning(run) if state != "failed" else note
-    return [name, state, step, eta, reward, change, slices, _left(queued, progress, state), warning or "-"]
+    return [name, state, step, eta, reward, change, progress.slice_text, _left(queued, progress, state), warning or "-"]
 
 
 def last_and_trend(rows: Mapping[int, Mapping[str, float]]) -> tuple[str, str]:
@@ -158,6 +157,13 @@ class Progress:
     rows: Mapping[int, Mapping[str, float]]
     job: str | None = None
     ends_at: float | None = None
+    relaunch: int = 0  # starts again of the last slice's ranks, after the loss of a rank or node
+
+    @property
+    def slice_text(self) -> str:
+        """The number of the slice, with that of the start again in it: '3', '3, relaunch 1'."""
+        number = str(self.slices) if self.slices else "-"
+        return f"{number}, relaunch {self.relaunch}" if self.relaunch else number
 
     @property
     def seconds_left(self) -> float | None:
@@ -265,9 +271,8 @@ def check_is_run(folder: Path) -> None:
 
 def chain_row(link: Link, run: Path, job: str, progress: Progress, state: str, note: str) -> list[str]:
     nodes = f"{link.nodes}x{link.ntasks_per_node}" if link.nodes else "-"
-    slices = str(progress.slices) if progress.slices else "-"
     step, eta = step_and_eta(progress, state)
-    return [link.command, run.name, nodes, job or "-", slices, step, eta, f"{state} {note}".rstrip()]
+    return [link.command, run.name, nodes, job or "-", progress.slice_text, step, eta, f"{state} {note}".rstrip()]
 
 
 def step_and_eta(progress: Progress, state: str) -> tuple[str, str]:
@@ -319,7 +324,7 @@ def read_progress(folder: Path) -> Progress:
     total = read_json_or(folder / "times.json", {}).get("total_steps")
     slices = read_json_or(folder / "slices.json", [])
     last = slices[-1] if slices and isinstance(slices[-1], dict) else {}
-    job, ends_at = last.get("job"), last.get("ends_at")
+    job, ends_at, relaunch = last.get("job"), last.get("ends_at"), last.get("relaunch", 0)
     return Progress(
         step=max(rows) if rows else None,
         total=total if isinstance(total, int) else None,
@@ -329,6 +334,7 @@ def read_progress(folder: Path) -> Progress:
         rows=rows,
         job=job if isinstance(job, str) and job.isdecimal() else None,
         ends_at=ends_at if isinstance(ends_at, (int, float)) else None,
+        relaunch=relaunch if isinstance(relaunch, int) else 0,
     )
 
 

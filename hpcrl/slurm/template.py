@@ -80,7 +80,7 @@ def job_name(run_name: str) -> str:
 def _options(batch: Batch, site: SiteConfig) -> Iterator[str]:
     job = batch.job
     yield f"--job-name={job_name(batch.name)}"
-    yield f"--nodes={job.nodes}"
+    yield f"--nodes={job.nodes + job.spare_nodes}"
     yield f"--ntasks-per-node={job.ntasks_per_node}"
     if job.gpus_per_node and site.gpu_directive != "none":
         gpus = f"{site.gpu_type}:{job.gpus_per_node}" if site.gpu_type else str(job.gpus_per_node)
@@ -102,6 +102,8 @@ def _options(batch: Batch, site: SiteConfig) -> Iterator[str]:
     # URG: every process of a step receives the signal, and its default action is to ignore it
     yield f"--signal=URG@{job.signal_seconds}"
     yield "--requeue" if job.requeue else "--no-requeue"
+    if job.max_relaunches and job.nodes + job.spare_nodes > 1:
+        yield "--no-kill"  # the allocation stays when a node is lost
     yield "--open-mode=append"
     if batch.is_array:
         yield f"--array=0-{len(batch.run_dirs) - 1}"
@@ -116,6 +118,8 @@ def _variables(batch: Batch, site: SiteConfig, venv: str) -> dict[str, str]:
         "HPCRL_MPI": site.mpi,
         "HPCRL_INTERFACE": site.interface,
         "HPCRL_MAX_RESTARTS": str(batch.job.max_restarts if batch.job.requeue else 0),
+        "HPCRL_MAX_RELAUNCHES": str(batch.job.max_relaunches),
+        "HPCRL_SPARE_NODES": str(batch.job.spare_nodes or ""),
     }
     if container.kind == "none":
         found |= {"HPCRL_CONTAINER": "none", "HPCRL_VENV": site.venv or venv}

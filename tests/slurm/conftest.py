@@ -8,10 +8,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import pytest
 
 from hpcrl.sandbox.fork_server import without_launcher_variables
@@ -72,12 +74,36 @@ class Lab:
                 self._give_up(job, f"not {what} after {seconds:.0f} s")
             time.sleep(0.05)
 
+    def lose(self, node: str) -> None:
+        """Kill everything on a node at once: slurmd, its step daemons, and what they have started."""
+        slurmd = int((self.folder / "run" / f"slurmd.{node}.pid").read_text())
+        for process in [psutil.Process(slurmd), *_of_node(self, node)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def restore(self, node: str) -> None:
+        """Bring a lost node back."""
+        subprocess.run(
+            [LAB, "node", self.folder, node], check=True, env=self.env, stdout=subprocess.DEVNULL, timeout=60
+        )
+
     def _give_up(self, job: str, why: str) -> NoReturn:
         description = self.run("scontrol", "show", "job", job)
         self.run("scancel", job)
         output = Path(_field(description, "StdOut"))
         last = output.read_text(errors="replace")[-3000:] if output.is_file() else ""
         pytest.fail(f"job {job}: {why}\n{last}")
+
+
+def _of_node(lab: Lab, node: str) -> set[psutil.Process]:
+    """The processes of jobs on a node, and the step daemons above them."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environ = process.environ()
+            if environ.get("SLURMD_NODENAME") == node and environ.get("SLURM_CONF") == lab.env["SLURM_CONF"]:
+                found |= {process, *(one for one in process.parents() if one.name() == "slurmstepd")}
+    return found
 
 
 def _field(text: str, name: str) -> str:
@@ -107,6 +133,7 @@ def start(nodes: int) -> Iterator[Lab]:
     env |= {"UCX_TLS": "self,posix,tcp", "UCX_PROTO_ENABLE": "n"}
     env["HPCRL_MPI_START_SECONDS"] = "60"  # after a longer one, ranks may also wait for each other
     env["SLURM_LAB_KILL_WAIT"] = "1"  # seconds that the other ranks live on after a kill
+    env["HPCRL_MAX_RELAUNCHES"] = "0"  # a loss ends a slice, unless a test is about starts inside of one
     try:
         subprocess.run([LAB, "up", folder, str(nodes)], check=True, env=env, stdout=subprocess.DEVNULL, timeout=60)
         yield Lab(folder, env)
@@ -119,6 +146,13 @@ def start(nodes: int) -> Iterator[Lab]:
 def lab() -> Iterator[Lab]:
     """Two nodes."""
     yield from start(2)
+
+
+@pytest.fixture
+def losing_lab() -> Iterator[Lab]:
+    """Four nodes that a test may lose."""
+    for lab in start(4):
+        yield Lab(lab.folder, lab.env | {"HPCRL_MAX_RELAUNCHES": "10", "HPCRL_NODE_TIMEOUT": "5"})
 
 
 @pytest.fixture(scope="session")

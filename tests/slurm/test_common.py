@@ -117,7 +117,7 @@ class Site:
         self.bin = folder / "bin"
         self.bin.mkdir()
         self.command("sleep", "")
-        self.command("scontrol", f'echo "$@" >>{folder}/requeued')
+        self.command("scontrol", f'[[ $1 != requeue ]] || echo "$@" >>{folder}/requeued')
         self.state("RUNNING None")
         self.srun(0)
 

@@ -65,6 +65,7 @@ def test_what_a_job_asks_for() -> None:
         "--exclusive",
         "--signal=URG@600",
         "--requeue",
+        "--no-kill",
         "--open-mode=append",
         "--output=slurm-%j.out",
         "--mail-type=END",

@@ -109,6 +109,7 @@ _STOPPED = re.compile(r"stopped after step (\d+)")
 _COMPLETE = re.compile(r"stopped at step (\d+): (.*)", re.S)
 _NOTHING = re.compile(r"nothing to do: (.*)", re.S)
 _SILENT = re.compile(r"no (rank made )?progress for \d+ s")
+_RELAUNCH = re.compile(r"relaunch (\d+) in this slice: (.*)")
 _ENDS = re.compile(r"rank (\d+) ends the job")
 
 
@@ -118,7 +119,8 @@ class Attempt:
 
     started, ended: times of rank 0's first and last line. resumed_at: step of the checkpoint, None for none.
     first_step, last_step: those that it logged, None if it logged none. lost_steps: those that the next attempt had to
-    take again, None if that is not known. reached: whether it came to training.
+    take again, None if that is not known. reached: whether it came to training. relaunch: number of this start in its
+    slice, after the loss of a rank or node, 0 for the first one.
     """
 
     started: str = ""
@@ -137,6 +139,7 @@ class Attempt:
     requeued: bool = False
     lost_steps: int | None = None
     reached: bool = False
+    relaunch: int = 0
 
 
 def attempts(
@@ -171,6 +174,10 @@ def attempts(
         if attempt.outcome == KILLED and attempt.last_step and attempt.last_step == attempt.total_steps:
             attempt.outcome, attempt.reason = DONE, "all steps"
         attempt.requeued = bool(attempt.job) and attempt.job == following.job
+    for attempt, following in reversed(list(zip(found, found[1:], strict=False))):
+        if following.relaunch:  # slices.json has the last start of a slice
+            attempt.job, attempt.restart = following.job, following.restart
+            attempt.requeued = False
     _add_losses(found)
     return found
 
@@ -185,6 +192,10 @@ def _from_log(lines: Iterable[LogLine]) -> list[Attempt]:
         if line.logger.split(".")[0] in ("hpcrl", "root") and line.logger not in STARTING:
             found[-1].ended = line.time
             _read_line(found[-1], line)
+            if (match := _RELAUNCH.match(line.text)) and len(
+                found
+            ) > 1:  # the batch script knows why the last one ended
+                found[-1].relaunch, found[-2].reason = int(match[1]), match[2]
     return found
 
 

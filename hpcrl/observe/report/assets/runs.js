@@ -165,7 +165,7 @@ function slicesOf(data) {
   return perRun(data, "slices", (run) => run.attempts.length || run.checkpoints.length, (run) => {
     const rows = run.attempts.map((one, index) => {
       const steps = one.last_step === null ? "-" : `${one.first_step ?? "?"} to ${one.last_step}`;
-      const job = one.job ? `${one.job}${one.restart === null ? "" : `, restart ${one.restart}`}` : "-";
+      const job = one.job ? `${one.job}${one.restart === null ? "" : `, restart ${one.restart}`}${one.relaunch ? `, relaunch ${one.relaunch}` : ""}` : "-";
       return [index + 1, one.started || "-", one.ended || "-", job, one.nodes || "-", one.ranks, one.resumed_at === null ? "new" : `step ${one.resumed_at}`, steps,
         one.saved.length ? one.saved.slice(-6).join(", ") : "-", el("span", { class: `state-${one.outcome}` }, one.outcome + (one.requeued ? ", requeued" : "")), one.reason, one.lost_steps];
     });
