@@ -77,9 +77,11 @@ class Lab:
     def lose(self, node: str) -> None:
         """Kill everything on a node at once: slurmd, its step daemons, and what they have started."""
         slurmd = int((self.folder / "run" / f"slurmd.{node}.pid").read_text())
-        for process in [psutil.Process(slurmd), *_of_node(self, node)]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        processes = [psutil.Process(slurmd), *_of_node(self, node)]
+        for act in (psutil.Process.suspend, psutil.Process.kill):  # none of them sees that another one has ended
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    act(process)
 
     def restore(self, node: str) -> None:
         """Bring a lost node back."""

@@ -61,7 +61,7 @@ def write_templates(folder: Path) -> None:
             **sections,
         }
         config["trainer"] = {"save_freq": 1, "walltime_margin": 5.0, **sections.get("trainer", {})}
-        config["job"] = {"signal_seconds": 30, **sections["job"]}
+        config["job"] = {"signal_seconds": 30, "max_relaunches": 0, **sections["job"]}
         (folder / f"{command}.yaml").write_text(yaml.safe_dump(config))
 
 

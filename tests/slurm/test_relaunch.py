@@ -17,8 +17,8 @@ WATCHED = {"watchdog": {"publish_seconds": 0.5}}
 
 @pytest.mark.slow
 def test_a_killed_rank_and_a_lost_node_cost_no_slice(losing_lab: Lab, unbroken: Path, tmp_path: Path) -> None:
-    """On two of three nodes: a rank is killed, then a node is lost, which the third one replaces. Its metrics are those of
-    an undisturbed run, bit for bit."""
+    """On two of three nodes: a rank is killed, then a node is lost, which the third one replaces. The metrics are those
+    of an undisturbed run, bit for bit."""
     lab = environment(losing_lab, tmp_path)
     lab = Lab(lab.folder, lab.env | {"HPCRL_SPARE_NODES": "1"})
     job = lab.sbatch(["--no-kill", *of_ranks(2), "--nodes=3", write_job(tmp_path, run=WATCHED), "lost"], cwd=tmp_path)

@@ -192,9 +192,7 @@ def _from_log(lines: Iterable[LogLine]) -> list[Attempt]:
         if line.logger.split(".")[0] in ("hpcrl", "root") and line.logger not in STARTING:
             found[-1].ended = line.time
             _read_line(found[-1], line)
-            if (match := _RELAUNCH.match(line.text)) and len(
-                found
-            ) > 1:  # the batch script knows why the last one ended
+            if len(found) > 1 and (match := _RELAUNCH.match(line.text)):  # from the batch script
                 found[-1].relaunch, found[-2].reason = int(match[1]), match[2]
     return found
 
