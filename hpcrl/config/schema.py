@@ -873,6 +873,11 @@ class CheckpointConfig(Section):
         description="folder on each node that a checkpoint is written to before it goes to the run directory, "
         "with variables of the node; null: straight to the run directory",
     )
+    snapshot_dir: NodePath = Field(
+        "/dev/shm",
+        description="folder in memory of each node for the snapshots of trainer.snapshot_freq, with variables of the "
+        "node",
+    )
     keep_every: PositiveInt | None = Field(None, description="checkpoints of every N-th step stay; null: none")
     keep_best: PositiveInt | None = Field(None, description="the N checkpoints best by best_metric stay; null: none")
     best_metric: str | None = Field(
@@ -888,6 +893,11 @@ class TrainerConfig(Section):
     total_training_steps: PositiveInt | None = Field(None, description="steps; null: by total_epochs")
     test_freq: PositiveOrMinusOne = Field(-1, description="validate every N steps; -1: never")
     save_freq: PositiveOrMinusOne = Field(-1, description="save every N steps and at the end; -1: never")
+    snapshot_freq: NonNegativeInt = Field(
+        0,
+        description="steps between two snapshots of models and optimizers in memory of the nodes, from which the next "
+        "start on these nodes resumes; 0: none",
+    )
     save_hf: bool = Field(False, description="put the policy into each checkpoint as a Hugging Face directory, too")
     val_before_train: bool = Field(True, description="validate before the first step")
     critic_warmup: NonNegativeInt = Field(0, description="steps that train only the critic")

@@ -24,7 +24,14 @@ from hpcrl.config.schema import AUTO
 from hpcrl.engine.refit.planner import RankTraffic
 from hpcrl.forecast.memory.fixes import cheapest_fix, override, tightest
 from hpcrl.forecast.memory.memory import GIB, MIB, Row, TrainingPlan, binary, size
-from hpcrl.forecast.memory.state import FP32, State, checkpoint_bytes, kept_checkpoints, rollout_bytes
+from hpcrl.forecast.memory.state import (
+    State,
+    checkpoint_bytes,
+    kept_checkpoints,
+    rollout_bytes,
+    snapshot_bytes,
+    staged_bytes,
+)
 from hpcrl.forecast.memory.supervised import JOBS, SupervisedPlan, is_supervised, plan_of
 from hpcrl.forecast.time import calibrate, search_command
 from hpcrl.forecast.time import table as time_table
@@ -34,14 +41,12 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import format_spans, is_first_launched
 
 
-def staged_bytes(job: TrainingPlan) -> int:
-    """Host memory of a rank into which a save copies its part, which is divided over the replicas."""
+def host_copy(job: TrainingPlan) -> int:
+    """Host memory of a rank into which a save copies its part."""
     per_rank = 0
     for role, model in job.models.items():
         if model.optim is not None:
-            state = max((job.states[role, n] for n in range(model.layout.pp)), key=lambda state: state.total)
-            copy = state.gradients if model.itemsize == FP32 else 0  # the optimizer's own is written, too
-            per_rank += state.parameters // model.layout.dp + state.optimizer + copy // model.layout.dp
+            per_rank += staged_bytes(model, max(range(model.layout.pp), key=lambda n: job.states[role, n].total))
     return per_rank
 
 
@@ -217,7 +222,12 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
     else:
         most = "all are kept" if kept is None else f"at most {kept} at once, {size(kept * each)}"
         yield f"  {'checkpoints':<22}{size(each)} each ({parts}); {most}"
-        yield f"  {'host copy of a save':<22}{size(staged_bytes(job))} per rank"
+        yield f"  {'host copy of a save':<22}{size(host_copy(job))} per rank"
+    if config.trainer.snapshot_freq:
+        its = config.job
+        nodes = [rank // its.ntasks_per_node for rank in range(its.nodes * its.ntasks_per_node)]
+        largest = max(snapshot_bytes(job.models, nodes).values())
+        yield f"  {'snapshots':<22}{size(largest)} of a node's host memory, in trainer.checkpoint.snapshot_dir"
     if archive := 0 if supervised else rollout_bytes(config, job.derived):
         total = "" if steps is None else f", {size(archive * steps)} in {steps} steps"
         yield f"  {'rollout archive':<22}at most {size(archive)} per step{total}"

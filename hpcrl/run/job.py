@@ -29,7 +29,7 @@ from hpcrl.model.architecture import check_longest
 from hpcrl.observe.record.trackers import missing_packages
 from hpcrl.rollout.environments.tools import data_config
 from hpcrl.run.job_config import with_presets, with_settings_of_run
-from hpcrl.runtime.exits import DONE, InputError
+from hpcrl.runtime.exits import DONE, REQUEUE, InputError
 from hpcrl.runtime.world import World
 
 if TYPE_CHECKING:
@@ -369,12 +369,14 @@ class TrainingJob(Job):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
     def main(self) -> int:
+        from hpcrl.run.recovery import open_memory
         from hpcrl.run.run import Run
         from hpcrl.run.start import check_scratch, check_time, find_start
         from hpcrl.workers.team import build_team
 
-        world, config = self.world, self.config
-        check_scratch(world, config)
+        config = self.config
+        check_scratch(self.world, config)
+        world = self.world = replace(self.world, node_memory=open_memory(self.world, config))
         self.inputs = world.run_collectively(self.read_inputs)
         self.inputs.shapes |= world.run_collectively(self.own_shapes)
         frozen, trained, needs_ref = self.frozen_weights(), self.trained_role, self.needs_start_weights
@@ -387,8 +389,10 @@ class TrainingJob(Job):
         def program(controller: Controller) -> int:
             return Run(world, controller, self, start, total).until_done(self.loop)
 
-        code = self.run_program(team, program, self._trace(start.step + 1))
-        return DONE if code is None else code  # rank 0 has it
+        code: int = world.broadcast_object(self.run_program(team, program, self._trace(start.step + 1)))
+        if world.node_memory is not None:
+            world.node_memory.keeps = code not in (DONE, REQUEUE)  # the last save has failed
+        return code
 
     def _trace(self, first_step: int) -> RankTrace | None:
         from hpcrl.observe.trace.rank_trace import RankTrace

@@ -18,6 +18,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.loader import dump_config
 from hpcrl.controller.controller import Controller
 from hpcrl.controller.register import Registration
+from hpcrl.forecast.memory.state import snapshot_bytes
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.record.archive import discard_from
 from hpcrl.observe.record.progress import LongPhases, PhaseTimers, Progress, validation_lines
@@ -33,6 +34,7 @@ from hpcrl.run.performance import PROFILE_FOLDER, ProfiledSteps, Stragglers
 from hpcrl.run.rollouts.durable_rollouts import DurableRollouts, bring_back, origin_of
 from hpcrl.run.rollouts.source import RolloutSource, write_samples
 from hpcrl.run.saver import Saver, export, export_adapter
+from hpcrl.run.snapshots import Snapshots
 from hpcrl.run.start import Start, flatten, set_aside, warn_of_changes
 from hpcrl.run.time_budget import StopRequested, TimeBudget
 from hpcrl.runtime import accelerator, run_owner
@@ -99,6 +101,10 @@ class Run:
         self.saver = Saver(
             world.key_value_store, trainer, self.folder / "checkpoints", self.timers, saved_step, self._on_saved
         )
+        needed = {}
+        if world.node_memory is not None:
+            needed = snapshot_bytes(disk.trained_models(job, controller), world.node_memory.nodes)
+        self.snapshots = Snapshots(world.key_value_store, world.node_memory, self.folder, needed)
         self.budget = TimeBudget(
             self.folder,
             self.timers,
@@ -240,8 +246,12 @@ class Run:
             if is_last or self._is_due(step, self.config.trainer.save_freq):
                 with self.timers("save_checkpoint"):
                     self._save()
+            if self._is_due(step, self.config.trainer.snapshot_freq):
+                with self.timers("snapshot"):
+                    self._take_snapshot()
             run_owner.check()
-            self.durable.step_ended(step, saved=self.saver.saved_step or 0, saving=self.saver.step_under_way)
+            perhaps = (self.saver.step_under_way, self.snapshots.step)
+            self.durable.step_ended(step, saved=self.saver.saved_step or 0, perhaps=perhaps)
         run_owner.check()
         self.writer.hparams(flatten(self.config.model_dump()), final)
 
@@ -356,25 +366,37 @@ class Run:
 
     def _save(self) -> None:
         """Begin a checkpoint of the last trained step, whether it is logged or not."""
-        step, state, config = self.step, self._state, self.config
-        line = {} if self.unlogged is None else {"unlogged": without_nan(self.unlogged)}
-        roles = self.job.saved_roles
-        digest = hashlib.blake2b(dump_config(config).encode(), digest_size=8).hexdigest()
-        stamp = {"job": self.job.name, "config_hash": digest, "versions": versions(), "roles": list(roles)}
-        stamp |= {"command": self.job.command, "rows": self.job.num_rows}
+        config, stamp, step = self.config, self._stamp(), self.step
 
         def write(folder: Path) -> dict[str, Any]:
             """Write more files into the checkpoint; returns what its trainer.json holds."""
-            if "actor" in roles and (config.trainer.save_hf or config.model.lora_rank > 0):
+            if "actor" in self.job.saved_roles and (config.trainer.save_hf or config.model.lora_rank > 0):
                 facts = card_facts(self.folder, stamp, step)
                 if config.trainer.save_hf:
                     export(self.controller, config, folder / "huggingface", facts, self.job.inputs.tokenizer)
                 if config.model.lora_rank > 0:
                     export_adapter(self.controller, config, folder / "lora_adapter", facts)
-            kept = self.rollouts.save(folder, step, state.rollouts) if self.rollouts is not None else {}
-            return {**stamp, **state.job, "reached": self.is_complete, **line, **kept}
+            return self._state_in(folder)
 
-        self.saver.begin(self.controller, step, roles, state.metrics, write)
+        self.saver.begin(self.controller, step, self.job.saved_roles, self._state.metrics, write)
+
+    def _take_snapshot(self) -> None:
+        """Begin a snapshot of the last trained step in memory of the nodes."""
+        metric = self.saver.metric(self.step, self._state.metrics)
+        self.snapshots.begin(self.controller, self.step, self.job.saved_roles, metric, self._state_in)
+
+    def _stamp(self) -> dict[str, Any]:
+        """What a checkpoint says of the job."""
+        digest = hashlib.blake2b(dump_config(self.config).encode(), digest_size=8).hexdigest()
+        stamp = {"job": self.job.name, "config_hash": digest, "versions": versions()}
+        return stamp | {"roles": list(self.job.saved_roles), "command": self.job.command, "rows": self.job.num_rows}
+
+    def _state_in(self, folder: Path) -> dict[str, Any]:
+        """The contents of trainer.json after the last trained step. Writes samples that wait for training."""
+        state = self._state
+        line = {} if self.unlogged is None else {"unlogged": without_nan(self.unlogged)}
+        kept = self.rollouts.save(folder, self.step, state.rollouts) if self.rollouts is not None else {}
+        return {**self._stamp(), **state.job, "reached": self.is_complete, **line, **kept}
 
     def _on_saved(self, step: int, folder: Path) -> None:
         self.events.emit("saved", step, checkpoint=str(folder))
@@ -384,7 +406,7 @@ class Run:
         if self.saver.step_under_way is not None:
             with self.timers("save_checkpoint"):
                 self.saver.poll()
-        found = self.saver.metrics()
+        found = self.saver.metrics() | self.snapshots.metrics()
         if "perf/save_seconds" in found:
             self.budget.write_times()  # so that a killed slice leaves them as well
         return found
@@ -408,6 +430,7 @@ class Run:
         self.events.at_end(step=self.step)
         with self.timers("save_checkpoint"):
             is_saved = self.saver.wait()
+            self.snapshots.wait()
         run_owner.check()
         self.long_phases.close()
         self.profiled.close()

@@ -71,10 +71,9 @@ class Saver:
         self._key_values = key_values
         self.saved_step = saved_step
         self._on_saved = on_saved
-        self._options = options = trainer.checkpoint
+        self._options = trainer.checkpoint
         self._timers = timers
-        kept = trainer.max_ckpt_to_keep, options.keep_every, options.keep_best
-        self._store = CheckpointStore(root, Retention(*kept, options.best_metric, options.best_mode == "max"))
+        self._store = checkpoint_store(trainer, root)
         self._under_way: tuple[Save, Future[float]] | None = None
         self._num_begun = 0
         self._last_failed = False
@@ -118,7 +117,7 @@ class Saver:
         plans = {
             role: dict(zip(controller[role].layout.ranks, call.get(), strict=True)) for role, call in calls.items()
         }
-        save = Save(step, key, pending, plans, state, self._metric(step, metrics), start)
+        save = Save(step, key, pending, plans, state, self.metric(step, metrics), start)
         pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._under_way = save, pool.submit(self._commit, save)
         pool.shutdown(wait=False)
@@ -146,7 +145,10 @@ class Saver:
         """Wait for all parts and commit the checkpoint, on the thread. Returns the seconds of the save."""
         from hpcrl.engine.checkpoint.sharded_save import describe
 
-        parts = {role: [self._part(save, role, rank) for rank in plans] for role, plans in save.plans.items()}
+        parts = {
+            role: [wait_for_part(self._key_values, f"{save.key}/{role}/{rank}") for rank in plans]
+            for role, plans in save.plans.items()
+        }
         everyone = [part for found in parts.values() for part in found]
         problems = [part.problem for part in everyone if part.problem is not None]
         if problems:
@@ -160,14 +162,6 @@ class Saver:
         self._store.commit(save.step, save.state, files, save.metric)
         spans.add_beside("commit", f"commit checkpoint of step {save.step}", began, time.perf_counter())
         return time.perf_counter() - save.start
-
-    def _part(self, save: Save, role: str, rank: int) -> SavedPart:
-        """Wait for a rank's part."""
-        key = f"{save.key}/{role}/{rank}"
-        while (text := self._key_values.get(key)) is None:
-            time.sleep(POLL_SECONDS)
-        self._key_values.delete(key)
-        return SavedPart.from_json(text)
 
     def _end(self, save: Save, committed: Future[float]) -> None:
         try:
@@ -196,7 +190,8 @@ class Saver:
             *(step, problems[0], more, others),
         )
 
-    def _metric(self, step: int, metrics: Mapping[str, float]) -> float | None:
+    def metric(self, step: int, metrics: Mapping[str, float]) -> float | None:
+        """Value of best_metric after a step; None without one."""
         name = self._options.best_metric
         if name is None:
             return None
@@ -211,6 +206,21 @@ class Saver:
             )
         self._has_metric = False
         return None
+
+
+def checkpoint_store(trainer: TrainerConfig, root: Path) -> CheckpointStore:
+    """The checkpoints in the folder `root`, of which trainer.checkpoint says which ones stay."""
+    options = trainer.checkpoint
+    kept = trainer.max_ckpt_to_keep, options.keep_every, options.keep_best
+    return CheckpointStore(root, Retention(*kept, options.best_metric, options.best_mode == "max"))
+
+
+def wait_for_part(key_values: KeyValueStore, key: str) -> SavedPart:
+    """Wait for a rank's part."""
+    while (text := key_values.get(key)) is None:
+        time.sleep(POLL_SECONDS)
+    key_values.delete(key)
+    return SavedPart.from_json(text)
 
 
 def export(

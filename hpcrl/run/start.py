@@ -113,14 +113,17 @@ def check_time(world: World, config: Config, start: Start, total_steps: int) -> 
 
 
 def check_scratch(world: World, config: Config) -> None:
-    """Raise InputError on all ranks if trainer.checkpoint.scratch_dir cannot be expanded on one of them."""
+    """Raise InputError on all ranks if a folder of the nodes in trainer.checkpoint cannot be expanded on one of
+    them."""
+    options = config.trainer.checkpoint
 
     def check() -> None:
-        try:
-            expanded(config.trainer.checkpoint.scratch_dir or "")
-        except ValueError as error:
-            found = f"trainer.checkpoint.scratch_dir={config.trainer.checkpoint.scratch_dir}"
-            raise InputError(f"{found} on {socket.gethostname()}: expected {error}") from None
+        for key, path in {"scratch_dir": options.scratch_dir, "snapshot_dir": options.snapshot_dir}.items():
+            try:
+                expanded(path or "")
+            except ValueError as error:
+                found = f"trainer.checkpoint.{key}={path}"
+                raise InputError(f"{found} on {socket.gethostname()}: expected {error}") from None
 
     world.run_collectively(check)
 

@@ -48,10 +48,11 @@ class Newcomer:
 
 
 class RankListener:
-    """Listens on rank 0 until all other ranks are connected."""
+    """Listens on a rank until so many others are connected."""
 
-    def __init__(self, host: str, count: int) -> None:
-        """count: number of other ranks."""
+    def __init__(self, host: str, count: int, rank: int = 0) -> None:
+        """count: number of others. rank: that listens."""
+        self._rank = rank
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._count = count
         self._listener = socket.create_server((host, 0), backlog=1024)
@@ -83,7 +84,9 @@ class RankListener:
             for newcomer in list(self._newcomers.values()):
                 self._reject(newcomer)
         if self._num_rejected > MOST_WARNINGS:
-            log.warning("closed %d connections to rank 0 that did not send this job's secret", self._num_rejected)
+            log.warning(
+                "closed %d connections to rank %d that did not send this job's secret", self._num_rejected, self._rank
+            )
         _welcome(ranks[-1])
         return ranks
 
@@ -118,8 +121,8 @@ class RankListener:
         self._num_rejected += 1
         if self._num_rejected <= MOST_WARNINGS:
             log.warning(
-                "closed a connection to rank 0 that did not send this job's secret, from %s",
-                peer_of(newcomer.connection),
+                "closed a connection to rank %d that did not send this job's secret, from %s",
+                *(self._rank, peer_of(newcomer.connection)),
             )
         self._remove(newcomer.connection.fileno()).close()
 
@@ -135,10 +138,10 @@ def _welcome(rank: socket.socket) -> None:
 
 
 def connect(address: Address, secret: bytes) -> socket.socket:
-    """Connect this rank to rank 0. Retries, because rank 0 closes the oldest connections where processes without the
-    secret open many.
+    """Connect this rank to one that listens. Retries, because that one closes the oldest connections where processes
+    without the secret open many.
 
-    Raises RuntimeError if rank 0 has ended, or does not answer.
+    Raises RuntimeError if the other rank has ended, or does not answer.
     """
     give_up = time.monotonic() + TIMEOUT
     while True:
@@ -151,7 +154,7 @@ def connect(address: Address, secret: bytes) -> socket.socket:
             connection.close()
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) or time.monotonic() > give_up:
-                raise RuntimeError("cannot connect to rank 0 at {}:{}: {}".format(*address, error)) from error
+                raise RuntimeError("cannot connect to the rank at {}:{}: {}".format(*address, error)) from error
         time.sleep(RETRY_SECONDS)
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
+    from hpcrl.runtime.node_memory import NodeMemory
+
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class World:
     status: RankStatus = field(default_factory=RankStatus)
     nccl_timeout: timedelta | None = None  # of collectives, if device tensors use NCCL
     events: Events = field(default_factory=Events)  # of rank 0
+    node_memory: NodeMemory | None = None  # for snapshots
 
     def barrier(self) -> None:
         barrier(self.comm)

@@ -29,6 +29,7 @@ from hpcrl.runtime.groups import RoleGroups
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
 
+    from hpcrl.engine.checkpoint.snapshot import RoleSnapshots
     from hpcrl.workers.team import Team
 
 SEQUENCE = ("input_ids", "response_mask", "pictures?", "sequence_starts?")  # columns that the model runs on
@@ -89,6 +90,7 @@ class ModelWorker(Worker):
         self.max_tokens = spec.token_budget(config)
         self.groups = groups
         self._save_memory: list[torch.Tensor] = []
+        self._snapshots: RoleSnapshots | None = None
         self.engine = TrainEngine(
             shape,
             groups,
@@ -130,14 +132,26 @@ class ModelWorker(Worker):
         """
         from hpcrl.engine.checkpoint.sharded_save import ShardedSave  # a second of imports, for runs that save
 
-        role, memory = self.groups.role, self._save_memory if keep_memory else []
-
-        def publish(part: SavedPart) -> None:
-            self.context.publish(f"{key}/{role}/{self.rank}", part.to_json())
-
-        tick = self.status.tick_background
+        memory, path = self._save_memory if keep_memory else [], Path(folder) / self.groups.role
+        report, tick = self._reporter(key), self.status.tick_background
         with self.engine.offload.on_device("parameters", "optimizer"):
-            return ShardedSave(self.engine, Path(folder) / role, self.groups, publish, scratch, memory, tick).plan
+            return ShardedSave(self.engine, path, self.groups, report, scratch, memory, tick).plan
+
+    @register(Dispatch.ONE_TO_ALL)
+    def begin_snapshot(self, key: str, generation: int) -> SavePlan | None:
+        """As `begin_save`, into this generation's files in memory of the nodes. Returns the plan if they are new."""
+        from hpcrl.engine.checkpoint.snapshot import RoleSnapshots
+
+        if self._snapshots is None:
+            assert self.context.world.node_memory is not None
+            self._snapshots = RoleSnapshots(self.engine, self.groups, self.context.world.node_memory)
+        with self.engine.offload.on_device("parameters", "optimizer"):
+            return self._snapshots.begin(generation, self._reporter(key))
+
+    def _reporter(self, key: str) -> Callable[[SavedPart], None]:
+        """What publishes this rank's part under <key>/<role>/<rank>."""
+        name = f"{key}/{self.groups.role}/{self.rank}"
+        return lambda part: self.context.publish(name, part.to_json())
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, folder: str, role: str | None = None, weights_only: bool = False) -> None:

@@ -70,7 +70,7 @@ def check_archive(file: IO[bytes], start: int, size: int, what: str) -> None:
     """Check that the `size` bytes of `file` from `start` on are a zip archive as written by torch.save: uncompressed,
     with records no larger than the archive. Raises ValueError."""
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Window(file, start, size))) as archive:
+        with zipfile.ZipFile(io.BufferedReader(Window(file, start, size))) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError) as error:
         raise ValueError(f"{what}: {error}; expected a file of torch.save") from None
@@ -79,7 +79,7 @@ def check_archive(file: IO[bytes], start: int, size: int, what: str) -> None:
         raise ValueError(f"{what} has {size} bytes, but its records unpack to {unpacked}; expected no compression")
 
 
-class _Window(io.RawIOBase):
+class Window(io.RawIOBase):
     """A part of a file, as a file."""
 
     def __init__(self, file: IO[bytes], start: int, size: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -60,19 +60,11 @@ class ShardedSave:
         takes longer than the copy. on_progress: called by the thread during writing."""
         self._path, self._groups, self._scratch = path, groups, scratch
         self._report, self._on_progress = report, on_progress
-        is_first = groups.rank == groups.layout.ranks[0]
-        with platform.cpu_bridge(), torch.no_grad():
-            sharded, common = save_preprocess(engine.sharded_state_dict(), validate_access_integrity=False)
-            own, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-            planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-            planner.set_up_planner(torch_dist.mcore_to_pyt_state_dict(own), is_coordinator=is_first)
-            self.plan = planner.create_local_plan()
-            copies = _copy_to_host(
-                [planner.resolve_data(item) for item in self.plan.items], memory if memory is not None else []
-            )
-        small = _same_on_all_ranks(common) if is_first else {}
+        state = state_of(engine, groups)
+        self.plan = state.plan
+        copies = _copy_to_host(state.tensors, memory if memory is not None else [])
         staged = list(zip(self.plan.items, copies, strict=True))
-        self._thread = Thread(target=self._work, args=(staged, small), name="checkpoint", daemon=True)
+        self._thread = Thread(target=self._work, args=(staged, state.small), name="checkpoint", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -94,7 +86,7 @@ class ShardedSave:
     def _write(self, staged: Staged, small: dict[str, bytes]) -> tuple[list[FileEntry], list[tuple[int, int]]]:
         run_owner.check()
         self._path.mkdir(parents=True, exist_ok=True)
-        name = _file_name(self._groups.layout.ranks.index(self._groups.rank))
+        name = file_name(self._groups)
         pieces: list[tuple[int, int]] = []
 
         def write(file: HashedFile) -> None:
@@ -110,6 +102,27 @@ class ShardedSave:
             files.append(file.entry(small_name))
         fsync(self._path)
         return [in_checkpoint(self._path, entry) for entry in files], pieces
+
+
+class PartOfState(NamedTuple):
+    """What a rank writes of a role's state. small: content of files that one rank writes for all, by name."""
+
+    plan: SavePlan
+    tensors: list[torch.Tensor]  # one for each item of the plan; they alias the trained ones
+    small: dict[str, bytes]
+
+
+def state_of(engine: TrainEngine, groups: RoleGroups) -> PartOfState:
+    """This rank's part of the state, without communication."""
+    is_first = groups.rank == groups.layout.ranks[0]
+    with platform.cpu_bridge(), torch.no_grad():
+        sharded, common = save_preprocess(engine.sharded_state_dict(), validate_access_integrity=False)
+        own, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        planner.set_up_planner(torch_dist.mcore_to_pyt_state_dict(own), is_coordinator=is_first)
+        plan = planner.create_local_plan()
+        tensors = [planner.resolve_data(item) for item in plan.items]
+    return PartOfState(plan, tensors, _same_on_all_ranks(common) if is_first else {})
 
 
 def describe(path: Path, plans: Sequence[SavePlan], parts: Sequence[SavedPart]) -> FileEntry:
@@ -137,6 +150,11 @@ def in_checkpoint(path: Path, entry: FileEntry) -> FileEntry:
     return FileEntry(f"{path.name}/{entry.path}", entry.bytes, entry.xxh3_128)
 
 
+def file_name(groups: RoleGroups) -> str:
+    """File name of this rank's part."""
+    return _file_name(groups.layout.ranks.index(groups.rank))
+
+
 def _file_name(index: int) -> str:
     """File name of the rank at this place in the layout."""
     return f"__{index}_0.distcp"
@@ -148,9 +166,14 @@ def _copy_to_host(tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> li
         memory[:] = [
             torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda) for tensor in tensors
         ]
-    for copy, tensor in zip(memory, tensors, strict=True):
-        copy.copy_(tensor)
+    copy_all(tensors, memory)
     return memory
+
+
+def copy_all(tensors: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor)
 
 
 def _same_on_all_ranks(common: dict[str, Any]) -> dict[str, bytes]:

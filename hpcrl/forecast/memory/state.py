@@ -7,11 +7,11 @@ No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hpcrl.algorithms.optimizers.optimizer import Optimizer
 from hpcrl.config.derive import Derived
@@ -22,6 +22,9 @@ from hpcrl.model.architecture import shape_from_yaml, with_training
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.runtime.layout import FP8_ROWS, ROW_MULTIPLE, Layout
+from hpcrl.runtime.node_memory import GENERATIONS, next_ranks
+
+Node = TypeVar("Node", bound=Hashable)
 
 # Megatron's alignment of a buffer that its distributed optimizer divides, in elements.
 PARAMETER_MULTIPLE = 64
@@ -287,6 +290,29 @@ def checkpoint_bytes(config: Config, models: Mapping[str, RoleModel]) -> dict[st
     if config.model.lora_rank > 0 and actor is not None:
         roles["lora adapter"] = _numel(actor, trained=True) * actor.itemsize
     return roles
+
+
+def staged_bytes(model: RoleModel, stage: int) -> int:
+    """Bytes that a rank of a pipeline stage writes in a save: its part is divided over the replicas."""
+    state, dp = model.state(stage), model.layout.dp
+    copy = state.gradients if model.itemsize == FP32 else 0  # the optimizer's own is written, too
+    return state.parameters // dp + state.optimizer + copy // dp
+
+
+def snapshot_bytes(models: Mapping[str, RoleModel], nodes: Sequence[Node]) -> dict[Node, int]:
+    """Bytes of a run's snapshots by node: two of its ranks, and two copies of those of the node before.
+
+    nodes: of each rank.
+    """
+    own = [0] * len(nodes)
+    for model in models.values():
+        for rank in model.layout.ranks if model.optim is not None else ():
+            own[rank] += staged_bytes(model, model.layout.coord(rank).pp)
+    found = dict.fromkeys(nodes, 0)
+    for rank, destination in enumerate(next_ranks(nodes)):
+        for node in {nodes[rank], nodes[rank if destination is None else destination]}:
+            found[node] += GENERATIONS * own[rank]
+    return found
 
 
 def kept_checkpoints(trainer: TrainerConfig, steps: int | None, *, saves_last: bool = False) -> int | None:

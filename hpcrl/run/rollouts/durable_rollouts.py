@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -35,10 +35,10 @@ class DurableRollouts:
         self._keep(lambda step: self.enabled and self._is_after(step, self.resumed_at))
         return self.resumed_at if any(generation_logs(self.folder)) else None
 
-    def step_ended(self, step: int, *, saved: int, saving: int | None = None) -> None:
+    def step_ended(self, step: int, *, saved: int, perhaps: Collection[int | None] = ()) -> None:
         """Remove logs that a restart would not use. `saved`: step of the newest complete checkpoint, 0 without one.
-        `saving`: of one that is being written, which may still fail."""
-        bases = (saved, saved if saving is None else saving)
+        `perhaps`: of a checkpoint that is being written, which may still fail, and of the newest snapshot."""
+        bases = [saved, *(base for base in perhaps if base is not None)]
         self._keep(lambda other: other > step or any(self._is_after(other, base) for base in bases))
 
     def run_ended(self) -> None:

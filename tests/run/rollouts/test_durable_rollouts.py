@@ -76,7 +76,7 @@ def test_logs_stay_while_a_restart_could_need_them(tmp_path: Path) -> None:
     durable.step_ended(21, saved=20)
     make_logs(tmp_path, 22)
     assert steps_kept(tmp_path) == [21, 22]  # a kill goes back to 20; a planned stop in 22 saves 21 and goes on in 22
-    durable.step_ended(22, saved=20, saving=21)
+    durable.step_ended(22, saved=20, perhaps=(21, None))
     assert steps_kept(tmp_path) == [21, 22]  # a save that fails leaves 20 the newest
     make_logs(tmp_path, 23)
     durable.step_ended(22, saved=21)
