@@ -103,8 +103,8 @@ def eight() -> Iterator[Lab]:
 @pytest.mark.parametrize("mode", ["sync", "bounded_staleness"])
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
 def test_losses_at_random_times(eight: Lab, tmp_path: Path, estimator: str, mode: str, spare: bool) -> None:
-    """Without a spare node a job goes on with fewer replicas, whose sums have another order, so that metrics differ. With
-    pools of fixed ranks it cannot, and only loses ranks."""
+    """Without a spare node a job goes on with fewer replicas, whose sums have another order, so that metrics differ.
+    With pools of fixed ranks it cannot, and only loses ranks."""
     is_async = mode != "sync"
     nodes = 3 if is_async else 2 if spare else 4
     memory = Path(tempfile.mkdtemp(prefix="losses_", dir="/dev/shm"))
