@@ -25,6 +25,7 @@ hpcrl_fail() { # what an input error is in the program: one line, exit code 2
 
 # hpcrl_start: everything before the first srun
 hpcrl_start() {
+    local ranks=${SLURM_NTASKS:-1}
     hpcrl_trap
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # compute nodes have no internet; a hub's time-outs cost minutes
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun takes it only from here
@@ -35,7 +36,9 @@ hpcrl_start() {
     hpcrl_choose_mpi
     hpcrl_choose_network
     hpcrl_find_end
-    hpcrl_say "job ${SLURM_JOB_ID:-none}, restart ${SLURM_RESTART_COUNT:-0}: ${SLURM_NTASKS:-1} ranks on" \
+    ((${HPCRL_SPARE_NODES:-0} == 0)) ||
+        ranks=$(((${SLURM_JOB_NUM_NODES:-1} - HPCRL_SPARE_NODES) * $(hpcrl_ranks_per_node)))
+    hpcrl_say "job ${SLURM_JOB_ID:-none}, restart ${SLURM_RESTART_COUNT:-0}: $ranks ranks on" \
         "${SLURM_JOB_NUM_NODES:-1} node(s) ${SLURM_JOB_NODELIST:-}, mpi ${hpcrl_mpi:-default}," \
         "interface ${NCCL_SOCKET_IFNAME:-default}, end ${HPCRL_END_TIME:-open}"
 }

@@ -184,6 +184,54 @@ def test_a_start_of_mpi_that_fails_is_tried_again(
     assert site.requeued == (["requeue 42"] if begins and not loses else [])
 
 
+@pytest.mark.parametrize(
+    ("codes", "steps", "most", "code", "starts", "line"),
+    [
+        (
+            (137, 137, 0),
+            (3, 4, 5),
+            10,
+            0,
+            3,
+            "a rank was killed in step 4 (srun's exit code 137); start 2 of at most 10",
+        ),
+        (
+            (137, 137, 0),
+            (3, 3, 3),
+            10,
+            137,
+            2,
+            "as before the last start; the ranks are not started again in this slice",
+        ),
+        ((137, 137, 0), (3, 4, 5), 1, 137, 2, "1 starts again in this slice are HPCRL_MAX_RELAUNCHES"),
+        ((137, 137, 0), (3, 4, 5), 0, 137, 1, "asking for restart 1"),
+        ((85,), (3,), 10, 85, 1, "asking for restart 1"),
+    ],
+)
+def test_when_ranks_start_again_in_the_allocation(
+    site: Site, codes: tuple[int, ...], steps: tuple[int, ...], most: int, code: int, starts: int, line: str
+) -> None:
+    """On one node, where a start owns the folder and is in a step when a rank is killed."""
+    tries, owner, heartbeats = site.folder / "tries", site.run / "owner", site.run / "heartbeat"
+    owner.mkdir()
+    heartbeats.mkdir()
+    requeue = f'echo "$@" >>{site.folder}/requeued'
+    site.command("scontrol", f"case $1 in show) echo n0 ;; requeue) {requeue} ;; esac")
+    site.command(
+        "srun",
+        f"""[[ $* == *hpcrl* ]] || exit 0 # whether the node answers
+echo >>{tries}
+number=$(wc -l <{tries}) codes=({" ".join(map(str, codes))}) steps=({" ".join(map(str, steps))})
+echo ' "start": "'$HPCRL_START'",' >{owner}/0000000$number.json
+echo '{{"host": "n0", "step": '${{steps[number - 1]}}', "beat": 1}}' >{heartbeats}/rank_00000
+exit ${{codes[number - 1]}}""",
+    )
+    ended = site.slice(HPCRL_MAX_RELAUNCHES=str(most), SLURM_JOB_NODELIST="n0")
+    assert (ended.returncode, tries.read_text().count("\n")) == (code, starts), ended.stderr
+    assert line in ended.stderr
+    assert site.requeued == (["requeue 42"] if code else [])
+
+
 def test_a_planned_stop_is_requeued(site: Site) -> None:
     site.srun(137, 85)
     assert site.slice().returncode == 85
