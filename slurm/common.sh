@@ -3,8 +3,8 @@
 # It also runs scripts that `hpcrl submit` makes. Variables that a site or a person may set (all have defaults):
 #   HPCRL_MODULES       modules to load, separated by spaces
 #   HPCRL_VENV          virtual environment                                   (.venv)
-#   HPCRL_IMAGE         container image: a file, or what Pyxis or Apptainer takes
-#   HPCRL_CONTAINER     apptainer, singularity, pyxis or none                 (what is there, when HPCRL_IMAGE is set)
+#   HPCRL_IMAGE         container image: a file, or what Pyxis or Apptainer takes; of edf the environment definition file
+#   HPCRL_CONTAINER     apptainer, singularity, pyxis, edf (of CSCS) or none  (what is there, when HPCRL_IMAGE is set)
 #   HPCRL_MOUNTS        further folders for the container, comma-separated; the working directory always is there
 #   HPCRL_MPI           for srun --mpi=                                       (by the MPI library that Python loads)
 #   HPCRL_INTERFACE     network interface of NCCL, gloo and UCX               (ib*, hsn*, bond*, else the default route's)
@@ -15,6 +15,7 @@
 # shellcheck shell=bash
 
 source "$(dirname "${BASH_SOURCE[0]}")/relaunch.sh"
+hpcrl_names=() # of variables that ranks need, on all nodes and in containers
 
 hpcrl_say() { printf 'hpcrl: %s\n' "$*" >&2; }
 
@@ -35,6 +36,7 @@ hpcrl_start() {
     hpcrl_choose_python
     hpcrl_choose_mpi
     hpcrl_choose_network
+    hpcrl_pass_variables
     hpcrl_find_end
     ((${HPCRL_SPARE_NODES:-0} == 0)) ||
         ranks=$(((${SLURM_JOB_NUM_NODES:-1} - HPCRL_SPARE_NODES) * $(hpcrl_ranks_per_node)))
@@ -198,15 +200,21 @@ hpcrl_choose_python() {
         fi
         ;;
     apptainer | singularity)
-        hpcrl_python=("$container" exec --nv --pwd "$PWD" --bind "$PWD${HPCRL_MOUNTS:+,$HPCRL_MOUNTS}" "${HPCRL_IMAGE:?}" python3)
+        hpcrl_python=("$container" exec "$(hpcrl_gpu_option /dev/kfd)" --pwd "$PWD" --bind "$PWD${HPCRL_MOUNTS:+,$HPCRL_MOUNTS}" "${HPCRL_IMAGE:?}" python3)
         ;;
     pyxis)
         hpcrl_srun_options=(--container-image="${HPCRL_IMAGE:?}" --container-workdir="$PWD"
             --container-mounts="$PWD:$PWD${HPCRL_MOUNTS:+,$HPCRL_MOUNTS}")
         ;;
-    *) hpcrl_fail "HPCRL_CONTAINER=$container; expected apptainer, singularity, pyxis or none" ;;
+    edf) # the file names the image, its mounts and hooks
+        hpcrl_srun_options=(--environment="${HPCRL_IMAGE:?}") hpcrl_python=(env --chdir="$PWD" python3)
+        ;;
+    *) hpcrl_fail "HPCRL_CONTAINER=$container; expected apptainer, singularity, pyxis, edf or none" ;;
     esac
 }
+
+# hpcrl_gpu_option DEVICE: what brings a node's GPUs into Apptainer. DEVICE is there with AMD's driver.
+hpcrl_gpu_option() { if [[ -e $1 ]]; then echo --rocm; else echo --nv; fi; }
 
 # hpcrl_container: the container runtime that is here
 hpcrl_container() {
@@ -253,6 +261,51 @@ hpcrl_pmi_for() {
     done
 }
 
+# hpcrl_set NAME VALUE: a variable of the site, for all ranks. An exported value counts more, and one line shows both.
+# Ranks of one node need no network, and a plugin of NCCL for the network of a site may not start there.
+hpcrl_set() {
+    case $1 in
+    NCCL_NET | NCCL_SOCKET_IFNAME | GLOO_SOCKET_IFNAME | UCX_NET_DEVICES) ((${SLURM_JOB_NUM_NODES:-1} > 1)) || return 0 ;;
+    esac
+    [[ ${!1-$2} == "$2" ]] || hpcrl_say "kept $1=${!1}, which is exported; the site has $2 (unset $1 to use it)"
+    hpcrl_default "$1" "${!1-$2}"
+}
+
+# hpcrl_default NAME VALUE: a variable for all ranks; one that is set stays
+hpcrl_default() {
+    export "$1=${!1:-$2}"
+    hpcrl_names+=("$1")
+}
+
+# hpcrl_pass_variables: containers take these variables from here also where their image sets them
+hpcrl_pass_variables() {
+    local name
+    ((${#hpcrl_names[@]})) || return 0
+    case ${hpcrl_python[0]} in
+    apptainer | singularity) # not --env, which splits values at commas
+        for name in "${hpcrl_names[@]}"; do export "${hpcrl_python[0]^^}ENV_$name=${!name}"; done
+        ;;
+    esac
+    if [[ ${hpcrl_srun_options[0]} == --container-image=* ]] && srun --help 2>/dev/null | grep -q -e --container-env; then
+        hpcrl_srun_options+=(--container-env="$(IFS=, && echo "${hpcrl_names[*]}")")
+    fi
+}
+
+# hpcrl_mpiexec ARGUMENTS...: as hpcrl_srun, by mpiexec and without a second try, where srun has no PMI for the MPI library.
+# Open MPI's passes only those variables to other nodes whose names it gets.
+hpcrl_mpiexec() {
+    local options=(-n "${SLURM_NTASKS:-1}") name
+    case $(mpiexec --version 2>&1) in
+    *Open?MPI* | *OpenRTE*)
+        # shellcheck disable=SC2046 # names of variables have no spaces
+        for name in "${hpcrl_names[@]}" $(compgen -e HPCRL_; compgen -e APPTAINERENV_; compgen -e SINGULARITYENV_) HF_HUB_OFFLINE; do
+            options+=(-x "$name")
+        done
+        ;;
+    esac
+    mpiexec "${options[@]}" "${hpcrl_python[@]}" -m hpcrl "$@"
+}
+
 # hpcrl_choose_network: interfaces for NCCL, gloo and UCX; what the user has set stays. None of the three asks who calls,
 # so ranks of one node listen on loopback.
 hpcrl_choose_network() {
@@ -266,8 +319,9 @@ hpcrl_choose_network() {
             sed 's|.*/infiniband/\([^/]*\)/ports/\([0-9]*\)/state|\1:\2|' | paste -sd, -)
     fi
     [[ -n $interface ]] || return 0
-    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
-    export UCX_NET_DEVICES=${UCX_NET_DEVICES:-${devices:+$devices,}$interface}
+    hpcrl_default NCCL_SOCKET_IFNAME "$interface"
+    hpcrl_default GLOO_SOCKET_IFNAME "$interface"
+    hpcrl_default UCX_NET_DEVICES "${devices:+$devices,}$interface"
 }
 
 # hpcrl_interface ADDRESSES ROUTES: the interface that leads to other nodes, from `ip -o -4 addr show up` and

@@ -41,7 +41,8 @@ SITE_HEAD = """\
 A site file has the settings that are the same for every job on one machine. [`hpcrl submit`](../slurm.md#hpcrl-submit)
 reads the file of `--site`, else of `$HPCRL_SITE`, else `~/.config/hpcrl/site.yaml`; without one, all keys have their
 defaults. A key of `job:` in a template has priority over the same key here. `hpcrl init --slurm` writes a file with an
-example of each key.
+example of each key. In place of a file, the name of a [profile](../slurm.md#sites) in `configs/sites` will do, and
+`extends: NAME` lays a file over a profile.
 
 Paths may be relative to the folder in which `hpcrl submit` runs. `$NAME` in paths and in values of `environment` is
 expanded there, in `scratch` on each node.

@@ -61,7 +61,7 @@ def _expanded(key: str, node: Node) -> str:
 def _tree(path: str | Path | None, overrides: Sequence[str]) -> Node:
     tree = _read(Path(path), chain=()) if path is not None else Node({}, "the command line")
     for override in overrides:
-        tree = _merge(tree, _parse_override(override))
+        tree = merge(tree, _parse_override(override))
     return tree
 
 
@@ -91,7 +91,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Node:
         return tree
     if not isinstance(base.value, str) or not base.value:
         raise ConfigError(f"{base.place}: extends is {describe(base)}; expected the path of a YAML file")
-    return _merge(_read(path.parent / _expanded("extends", base), (*chain, path)), tree)
+    return merge(_read(path.parent / _expanded("extends", base), (*chain, path)), tree)
 
 
 def _similar_file(path: Path) -> str:
@@ -115,10 +115,11 @@ def _parse_override(text: str) -> Node:
     return node
 
 
-def _merge(base: Node, over: Node) -> Node:
+def merge(base: Node, over: Node) -> Node:
+    """The tree `over` laid over `base`: mappings are merged, all else is replaced."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     merged = dict(base.value)
     for key, child in over.value.items():
-        merged[key] = _merge(merged[key], child) if key in merged else child
+        merged[key] = merge(merged[key], child) if key in merged else child
     return Node(merged, over.place)

@@ -104,7 +104,7 @@ def make_parser(description: str = "") -> ArgumentParser:
     parser = ArgumentParser(
         prog="hpcrl submit",
         usage="hpcrl submit [COMMAND:]CONFIG [key=value ...] [--array key=a,b,c] [--chain [COMMAND:]CONFIG ...] "
-        "[--nodes N] [--ntasks-per-node N] [--time D-HH:MM:SS] [--partition P] [--site FILE] "
+        "[--nodes N] [--ntasks-per-node N] [--time D-HH:MM:SS] [--partition P] [--site SITE] "
         "[--response-lengths MEAN,SIGMA] [--dry-run]",
         description=description,
         allow_abbrev=False,
@@ -116,7 +116,7 @@ def make_parser(description: str = "") -> ArgumentParser:
     parser.add_argument("--array", action="append", default=[], metavar="key=a,b,c", help="one run for each value")
     for option, key in JOB_OPTIONS.items():
         parser.add_argument(f"--{option.replace('_', '-')}", help=f"{key} of all jobs that do not override it")
-    parser.add_argument("--site", metavar="FILE", help="site file")
+    parser.add_argument("--site", metavar="SITE", help="site file, or the name of one in configs/sites, such as alps")
     parser.add_argument(
         "--response-lengths",
         metavar="MEAN,SIGMA",

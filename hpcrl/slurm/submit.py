@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -99,7 +99,7 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
         _log(cost(planned.batch, site))
         for folder in planned.batch.run_dirs:
             check_folder(folder)
-        for line in [*runs_in_use(planned), *missing_inputs(planned, created)]:
+        for line in [*misfits(planned.batch.job, site), *runs_in_use(planned), *missing_inputs(planned, created)]:
             if not request.dry_run:
                 raise InputError(line)
             _log(f"warning: {line}")
@@ -168,6 +168,18 @@ def missing_inputs(planned: PlannedJob, created_later: Collection[Path]) -> list
             except InputError as error:
                 lines.append(f"{key}: {error}; if its job is still to save, submit both as one chain")
     return lines
+
+
+def misfits(job: JobConfig, site: SiteConfig) -> Iterator[str]:
+    """Yield a line for each thing that the job needs and the site's nodes or its file do not have."""
+    if site.gpus_per_node and job.gpus_per_node > site.gpus_per_node:
+        yield (
+            f"job.gpus_per_node={job.gpus_per_node}, but a node of this site has {site.gpus_per_node} GPUs; set it, "
+            "job.ntasks_per_node and job.nodes to what the site has"
+        )
+    kind = site.container.kind
+    if kind != "none" and not (site.container.image or os.environ.get("HPCRL_IMAGE")):
+        yield f"found no container.image for container.kind={kind}; set it in a site file, or kind to none"
 
 
 def chained(config: Config, before: Sequence[PlannedJob]) -> list[str]:

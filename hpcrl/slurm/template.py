@@ -57,6 +57,7 @@ def render(batch: Batch, site: SiteConfig, venv: str) -> str:
         "",
         'cd "$run/$bundle/code" || exit',
         "source slurm/common.sh || exit",
+        *(f"hpcrl_set {name} {quote(value)}" for name, value in site.environment.items()),
         "hpcrl_start",
         f'hpcrl_srun "{folder}" {batch.command} "$run/$bundle/config.yaml"',
         "hpcrl_leave $?",
@@ -116,6 +117,7 @@ def _variables(batch: Batch, site: SiteConfig, venv: str) -> dict[str, str]:
     found: dict[str, str | None] = {
         "HPCRL_MODULES": " ".join(site.modules),
         "HPCRL_MPI": site.mpi,
+        "HPCRL_CPU_BIND": site.cpu_bind,
         "HPCRL_INTERFACE": site.interface,
         "HPCRL_MAX_RESTARTS": str(batch.job.max_restarts if batch.job.requeue else 0),
         "HPCRL_MAX_RELAUNCHES": str(batch.job.max_relaunches),
@@ -128,7 +130,7 @@ def _variables(batch: Batch, site: SiteConfig, venv: str) -> dict[str, str]:
         mounts += [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
         unique = ",".join(dict.fromkeys(mounts))
         found |= {"HPCRL_CONTAINER": container.kind, "HPCRL_IMAGE": container.image, "HPCRL_MOUNTS": unique}
-    return {name: value for name, value in found.items() if value} | site.environment
+    return {name: value for name, value in found.items() if value and name not in site.environment}
 
 
 def _choose_run(batch: Batch) -> Sequence[str]:

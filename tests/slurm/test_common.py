@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,44 @@ def test_users_own_interface_stays_and_one_node_stays_on_loopback() -> None:
     mine = bash(show, SLURM_JOB_NUM_NODES="2", HPCRL_INTERFACE="eth7", NCCL_SOCKET_IFNAME="mine")
     assert mine.stdout.split()[:2] == ["mine", "eth7"] and mine.stdout.split()[2].endswith("eth7")
     assert bash(show, SLURM_JOB_NUM_NODES="1").stdout.split() == ["lo", "lo", "lo"]
+
+
+def test_what_a_person_exported_counts_more_than_the_site_and_both_are_shown() -> None:
+    site = "hpcrl_set NCCL_NET 'AWS Libfabric'; hpcrl_set NCCL_PROTO LL; hpcrl_set FI_X 1; "
+    site += "hpcrl_set NCCL_SOCKET_IFNAME hsn0,hsn1; hpcrl_choose_network; "
+    show = 'printenv NCCL_NET NCCL_PROTO FI_X NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME; echo "${hpcrl_names[*]}"'
+    nodes = {"SLURM_JOB_NUM_NODES": "2", "HPCRL_INTERFACE": "hsn0"}
+    several = bash(site + show, NCCL_NET="Socket", FI_X="1", **nodes)
+    assert several.stdout.splitlines() == [
+        *("Socket", "LL", "1", "hsn0,hsn1", "hsn0"),
+        "NCCL_NET NCCL_PROTO FI_X NCCL_SOCKET_IFNAME NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME UCX_NET_DEVICES",
+    ]
+    kept = "hpcrl: kept NCCL_NET=Socket, which is exported; the site has AWS Libfabric (unset NCCL_NET to use it)\n"
+    assert several.stderr == kept
+    one = bash(site + 'echo "$NCCL_NET,$NCCL_PROTO,$NCCL_SOCKET_IFNAME"', SLURM_JOB_NUM_NODES="1")
+    assert (one.stdout, one.stderr) == (",LL,lo\n", "")  # ranks of one node need no network
+
+
+def test_containers_and_mpiexec_pass_the_sites_variables_on(site: Site) -> None:
+    begin = "hpcrl_set NCCL_NET 'AWS Libfabric'; hpcrl_set NCCL_PROTO ^LL128; "
+    path = {"PATH": f"{site.bin}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2"}
+    for runtime in ("apptainer", "singularity"):
+        script = f"{begin}hpcrl_python=({runtime} exec); hpcrl_pass_variables; printenv {runtime.upper()}ENV_NCCL_NET"
+        assert bash(script, **path).stdout == "AWS Libfabric\n"
+    pyxis = begin + 'hpcrl_srun_options=(--container-image=a); hpcrl_pass_variables; echo "${hpcrl_srun_options[*]}"'
+    assert bash(pyxis, **path).stdout == "--container-image=a\n"  # of a Pyxis before 0.16
+    site.command("srun", "echo --container-env=NAME")
+    assert bash(pyxis, **path).stdout == "--container-image=a --container-env=NCCL_NET,NCCL_PROTO\n"
+
+    launch = begin + "export HPCRL_END_TIME=7; hpcrl_python=(python3); hpcrl_mpiexec train x.yaml"
+    for version, passed in (("HYDRA build details:", ""), ("mpiexec (Open MPI) 5.0.11", "-x NCCL_NET -x NCCL_PROTO ")):
+        site.command("mpiexec", f'[[ $1 != --version ]] || {{ echo "{version}"; exit; }}; printf "%s " "$@"')
+        words = bash(launch, SLURM_NTASKS="3", **path).stdout
+        assert words.startswith(f"-n 3 {passed}") and words.endswith("python3 -m hpcrl train x.yaml ")
+        assert ("-x HPCRL_END_TIME" in words) == bool(passed)
+    site.command("mpiexec", f'exec {Path(sys.executable).parent}/mpiexec "$@"')
+    real = begin + """hpcrl_python=(bash -c 'echo "$NCCL_NET"'); hpcrl_mpiexec"""
+    assert bash(real, SLURM_NTASKS="2", **path).stdout == "AWS Libfabric\n" * 2
 
 
 @pytest.mark.parametrize(
@@ -292,6 +331,10 @@ def test_a_dry_run_touches_no_run(site: Site) -> None:
             {"HPCRL_IMAGE": "a", "HPCRL_CONTAINER": "pyxis"},
             "python3 --container-image=a --container-workdir={here} --container-mounts={here}:{here}",
         ),
+        (
+            {"HPCRL_IMAGE": "a.toml", "HPCRL_CONTAINER": "edf"},
+            "env --chdir={here} python3 --environment=a.toml",
+        ),
     ],
 )
 def test_how_python_starts(tmp_path: Path, environ: dict[str, str], command: str) -> None:
@@ -300,6 +343,12 @@ def test_how_python_starts(tmp_path: Path, environ: dict[str, str], command: str
     environ = {name: value.format(venv=tmp_path) for name, value in environ.items()}
     found = bash('hpcrl_choose_python; echo "${hpcrl_python[@]}" "${hpcrl_srun_options[@]}"', **environ)
     assert found.stdout.strip() == command.format(venv=tmp_path, here=os.getcwd())
+
+
+def test_apptainer_gets_the_gpus_of_the_nodes_vendor(tmp_path: Path) -> None:
+    (tmp_path / "kfd").touch()
+    assert bash('hpcrl_gpu_option "$1"', str(tmp_path / "kfd")).stdout == "--rocm\n"
+    assert bash('hpcrl_gpu_option "$1"', str(tmp_path / "no")).stdout == "--nv\n"
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,8 @@ def seen(folder: Path, name: str) -> None:
     run = folder / name
     code = run / "bundle_1" / "code" / "slurm"
     code.mkdir(parents=True)
-    show = """hpcrl_start() { :; }; hpcrl_leave() { :; }; hpcrl_srun() { printf '%s\\0' "$@" "$WORD"; }"""
+    show = """hpcrl_start() { :; }; hpcrl_leave() { :; }; hpcrl_set() { export "$1=$2"; }
+    hpcrl_srun() { printf '%s\\0' "$@" "$WORD"; }"""
     (code / "common.sh").write_text(show)
     site = {"environment": {"WORD": literal(name)}}
     one = {"run_dirs": (run,), "bundles": ("bundle_1",)}
