@@ -188,7 +188,7 @@ hpcrl_start_guard() {
 }
 
 hpcrl_stop_guard() {
-    [[ -z $hpcrl_guard ]] || { hpcrl_end_step "$hpcrl_guard"; wait "$hpcrl_guard"; } 2>/dev/null
+    [[ -z $hpcrl_guard ]] || hpcrl_end_step "$hpcrl_guard" & # its node may be lost
 }
 
 # hpcrl_guard_node RUN_DIR NODE JOB: requeue the job when the node is silent and Slurm can start nothing there
