@@ -73,9 +73,29 @@ hpcrl_silent_nodes() {
 
 # hpcrl_watch RUN_DIR FILE: write the silent nodes into FILE, and end srun with the ranks that remain. In the background.
 hpcrl_watch() {
-    local step
+    hpcrl_watch_here "$1" &
     hpcrl_silent_nodes "$1" >"$2.new"
     mv "$2.new" "$2"
+    hpcrl_end_ranks
+}
+
+# hpcrl_watch_here RUN_DIR: end srun if it still waits, for those of a lost node, when the ranks of this node have ended
+hpcrl_watch_here() {
+    local pid pids=()
+    until ((${#pids[@]})); do
+        sleep 2
+        for pid in $(sed -n 's/.*"host": "'"$hpcrl_first"'", "pid": \([0-9]*\).*/\1/p' "$1"/heartbeat/rank_*); do
+            # a container may have process ids of its own
+            ! tr '\0' '\n' <"/proc/$pid/environ" | grep -qxF "HPCRL_START=$HPCRL_START" || pids+=("$pid")
+        done
+    done
+    while kill -0 "${pids[@]}"; do sleep 1; done
+    sleep 4
+    hpcrl_end_ranks
+}
+
+hpcrl_end_ranks() {
+    local step
     step=$(pgrep -P $$ -x -n srun) && hpcrl_end_step "$step"
 }
 
@@ -111,22 +131,31 @@ hpcrl_answers() {
     timeout 30 srun --overlap --no-kill --nodes=1 --ntasks=1 --nodelist="$1" --cpu-bind=none true >/dev/null 2>&1
 }
 
-# hpcrl_drop_lost_nodes: take silent nodes, and those on which Slurm starts nothing, out of hpcrl_nodes; sets hpcrl_lost
+# hpcrl_drop_lost_nodes: take silent nodes, and those on which Slurm starts nothing, out of hpcrl_nodes; sets hpcrl_lost.
+# Nodes have 5 s, and 5 times what it takes on the first one.
 hpcrl_drop_lost_nodes() {
-    local node asked=() left=()
-    hpcrl_lost=()
+    local node index asked=() pids=() left=() began=$SECONDS give_up=
+    hpcrl_lost=("${hpcrl_silent[@]}")
     for node in "${hpcrl_nodes[@]}"; do
-        if [[ " ${hpcrl_silent[*]} " == *" $node "* ]]; then
-            hpcrl_lost+=("$node")
-        else
-            hpcrl_answers "$node" &
-            asked+=("$node:$!")
-        fi
+        [[ " ${hpcrl_silent[*]} " != *" $node "* ]] || continue
+        hpcrl_answers "$node" &
+        asked+=("$node") pids+=("$!")
     done
-    for node in "${asked[@]}"; do
-        if wait "${node#*:}"; then left+=("${node%:*}"); else hpcrl_lost+=("${node%:*}"); fi
+    for index in "${!asked[@]}"; do
+        [[ -z $give_up ]] || hpcrl_wait_for "${pids[index]}" "$give_up"
+        if [[ -n $give_up ]] && kill -0 "${pids[index]}" 2>/dev/null || ! wait "${pids[index]}"; then
+            hpcrl_lost+=("${asked[index]}")
+        else
+            left+=("${asked[index]}")
+        fi
+        give_up=${give_up:-$((SECONDS + 5 + 5 * (SECONDS - began)))}
     done
     hpcrl_nodes=("${left[@]}")
+}
+
+# hpcrl_wait_for PID TIME: wait for a process, at most until SECONDS is TIME
+hpcrl_wait_for() {
+    while kill -0 "$1" 2>/dev/null && ((SECONDS < $2)); do sleep 0.1; done
 }
 
 # hpcrl_may_relaunch RUN_DIR CODE ARGUMENTS...: whether the ranks start again here, and prepare that. Not after an end
