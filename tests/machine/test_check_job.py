@@ -13,7 +13,8 @@ import pytest
 
 from hpcrl.engine.checkpoint.manifest import write_manifest
 from hpcrl.machine.check import Finding
-from hpcrl.machine.check_job import Facts, Links, node_findings, nodes_of, world_findings
+from hpcrl.machine.check_job import Links, node_findings, nodes_of, world_findings
+from hpcrl.machine.facts import Facts
 from hpcrl.runtime.launcher import node_name
 from hpcrl.runtime.sockets import Listener, grouped
 from tests.preloaded import RANK
