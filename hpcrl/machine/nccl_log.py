@@ -102,4 +102,4 @@ def error_advice(log: NcclLog) -> str | None:
         return None
     missing = any("not found" in warning or "any NET plugin" in warning for warning in log.warnings)
     advice = "put the folder of the plugin libnccl-net.so into LD_LIBRARY_PATH, or `unset NCCL_NET NCCL_NET_PLUGIN`"
-    return f"NCCL failed: {log.warnings[-1]}{f'; {advice}' if missing else ''}"
+    return f"NCCL failed: {log.warnings[-1].rstrip('.')}{f'; {advice}' if missing else ''}"

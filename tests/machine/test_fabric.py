@@ -184,7 +184,7 @@ def test_ranks_are_joined_and_their_versions_compared() -> None:
 def test_an_error_of_nccl_is_one_line() -> None:
     missing = log("Error: network AWS Libfabric not found.", level="WARN")
     advice = error_advice(missing) or ""
-    assert advice.startswith("NCCL failed: Error: network AWS Libfabric not found.") and "`unset NCCL_NET" in advice
+    assert advice.startswith("NCCL failed: Error: network AWS Libfabric not found; ") and "`unset NCCL_NET" in advice
     assert error_advice(log(SLINGSHOT)) is None
     assert "Error: network" in {it.name: it.wrong for it in network(missing)}["NCCL's warnings"]
 
