@@ -48,7 +48,9 @@ class NcclLog:
 
     @property
     def uses_tcp(self) -> bool:
-        return self.network == "Socket" or (self.provider or "").split(";")[0] in ("tcp", "sockets", "udp")
+        """Whether it is TCP that connects nodes: NVLink between nodes (MNNVL) needs no network."""
+        is_tcp = self.network == "Socket" or (self.provider or "").split(";")[0] in ("tcp", "sockets", "udp")
+        return is_tcp and (not self.between or any(kind.startswith("NET/") for kind in self.between))
 
 
 def parse_log(text: str, node_of: Sequence[int] = ()) -> NcclLog:

@@ -136,6 +136,8 @@ def test_tcp_on_slingshot_is_named() -> None:
     (line,) = wrong(network(log(SLINGSHOT_ON_TCP), "cxi", **CSCS)).values()
     assert line.startswith("NCCL uses TCP between nodes") and '`export NCCL_NET="AWS Libfabric"`' in line
     assert wrong(network(log(SLINGSHOT_ON_TCP))) == {}, "a cluster whose only network is Ethernet"
+    nvlink = "Using network Socket\nChannel 00/0 : 1[1] -> 2[0] via P2P/MNNVL"
+    assert wrong(network(log(nvlink), "ib")) == {}, "NVLink between nodes"
     (line,) = wrong(network(log(SLINGSHOT_ON_TCP), expected="Libfabric"), needed=True).values()
     assert "the site file expects Libfabric" in line and '`export NCCL_NET="Libfabric"`' in line
 
