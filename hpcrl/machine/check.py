@@ -364,12 +364,20 @@ def memory() -> Finding:
 
 
 def shared_memory(ranks: int) -> Finding:
+    return shared_memory_finding(shared_memory_free(), ranks)
+
+
+def shared_memory_finding(free: int | None, ranks: int) -> Finding:
     """/dev/shm, through which the ranks of a node exchange messages; containers often have 64 MB of it."""
-    if not os.path.isdir("/dev/shm"):
+    if free is None:
         return Finding("/dev/shm", "missing", "MPI needs it for ranks on one node: mount a tmpfs there")
-    free = shutil.disk_usage("/dev/shm").free
     why = "too small for this many ranks: remove old files there, or give the container more"
     return Finding("/dev/shm", f"{free / GIB:.2f} GiB free", why if free < ranks * SHARED_MEMORY_PER_RANK else None)
+
+
+def shared_memory_free() -> int | None:
+    """Bytes free in /dev/shm; None if it is missing."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
 
 
 def disk() -> Finding:

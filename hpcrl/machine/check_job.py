@@ -1,25 +1,21 @@
 """`hpcrl check --job`: whether the nodes and links of an allocation can run a job, in less than a minute.
 
 Runs on all ranks of the job, under srun or mpiexec like the job. If nothing is wrong, torch is started as in the job,
-and the table has the addresses where the processes listen. The exit code is 1 if something is wrong. With --machine
-it also measures the machine, if nothing is wrong with it.
+the fabric is measured and NCCL's log read, and the table has the addresses where the processes listen. The exit code is
+1 if something is wrong. With --machine it also measures the machine, if nothing is wrong with it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import ipaddress
 import os
-import platform
-import re
 import secrets
 import shutil
-import socket
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,15 +24,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
+from hpcrl.machine import fabric
 from hpcrl.machine.check import GIB, Finding, report, start_mpi_or_exit
+from hpcrl.machine.facts import Facts, GpuClock, find_facts, gpu_clock
+from hpcrl.machine.nccl_log import NcclLog, error_advice, joined, nccl_versions, parse_log
 from hpcrl.observe.trace.records import ClockAligner
-from hpcrl.runtime import exits
+from hpcrl.runtime import exits, gpus
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.launcher import launched_rank, library_name, node_name, version_of
+from hpcrl.runtime.launcher import BESIDE_NCCL, asks_for_gpu_support, is_cray, launched_rank, library_name, node_name
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively, wait, wait_all
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.sockets import Listener, OpenedSockets, grouped
-from hpcrl.runtime.store import own_address
 from hpcrl.runtime.watchdog import format_ranks
 from hpcrl.runtime.world import World, abort, finish, finish_with_error, set_torch_precision, start_torch
 
@@ -166,7 +164,6 @@ def late_links(seconds: Sequence[float], kinds: Sequence[bool]) -> list[int]:
 DEADLINE = 60.0  # seconds, without the check of the bundle, which may be large, and without starting torch
 MEASURING_DEADLINE = 300.0  # seconds
 CLOCKS_DIFFER, CLOCKS_WRONG = 1.0, 60.0  # seconds
-PACKAGES = ("hpcrl", "torch", "megatron-core", "mpi4py", "numpy", "transformers", "tensorrt-llm", "transformer-engine")
 CANARY_SECONDS = 10.0
 
 
@@ -241,7 +238,7 @@ def _run(
     from mpi4py import MPI
 
     stage = partial(status.within, "check")
-    folder, backend = _agreed_job(comm, find_job)
+    folder, backend, expected = _agreed_job(comm, find_job)
 
     with stage("looking at versions and folders"):
         found = all_gather_object(comm, find_facts(MPI.Get_library_version()))
@@ -261,8 +258,14 @@ def _run(
     if comm.rank == 0:
         table = [
             *world_findings(os.environ, comm.size, MPI.Get_library_version(), len(nodes)),
+            *gpu_support_findings(os.environ, MPI.Get_library_version()),
             *node_findings(nodes, found, links),
             *link_findings(nodes, links),
+            *fabric.state_findings(
+                [node.host for node in nodes],
+                [found[rank].state for rank in first],
+                [len(node.ranks) for node in nodes],
+            ),
             folder_finding(nodes, shared),
             *version_findings(nodes, [fact.versions for fact in found]),
             *bundle_findings(shared.path, verify),
@@ -271,14 +274,20 @@ def _run(
     if not broadcast_object(comm, any(finding.wrong is not None and finding.needed for finding in table)):
         opened.note("MPI")
         timer = _start_timer(status, MEASURING_DEADLINE)
-        with stage("starting torch"):
-            try:
-                world = start_torch(comm, backend, status=status, nccl_timeout=MEASURING_DEADLINE)
-                note_torch(opened)
-            except InputError as error:
-                if not error.everywhere:
-                    raise
-                table.append(Finding("torch", "does not start", str(error)))
+        with tempfile.TemporaryDirectory(prefix="hpcrl_nccl_") as logs:
+            log = Path(logs, "nccl.log")
+            os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET,GRAPH", NCCL_DEBUG_FILE=str(log))
+            with stage("starting torch"), _explained(log):
+                try:
+                    world = start_torch(comm, backend, status=status, nccl_timeout=MEASURING_DEADLINE)
+                    note_torch(opened)
+                except InputError as error:
+                    if not error.everywhere:
+                        raise
+                    table.append(Finding("torch", "does not start", str(error)))
+            if world is not None:
+                with stage("measuring the fabric"), _explained(log):
+                    table += _fabric_findings(world, nodes, found, expected, log)
         timer.cancel()
         table += listener_findings(nodes, [each for found in all_gather_object(comm, opened.all()) for each in found])
     code = int(broadcast_object(comm, report(table, "a job on these nodes") if comm.rank == 0 else None))
@@ -287,6 +296,55 @@ def _run(
     elif save_machine is not None and comm.rank == 0:
         print("the machine is not measured, because something is wrong with it")
     return code
+
+
+@contextmanager
+def _explained(log: Path) -> Iterator[None]:
+    """Context in which an error of NCCL, of which torch says little, becomes one line if NCCL's log has the reason."""
+    try:
+        yield
+    except RuntimeError as error:
+        if advice := error_advice(_read_log(log)):
+            raise InputError(advice) from error
+        raise
+
+
+def _read_log(path: Path, node_of: Sequence[int] = ()) -> NcclLog:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return parse_log(text, node_of)
+
+
+def _fabric_findings(
+    world: World, nodes: Sequence[Node], facts: Sequence[Facts], expected: fabric.Expected, log: Path
+) -> list[Finding]:
+    """Measure bandwidth, and read what NCCL says about it. The findings are on rank 0. Collective."""
+    from hpcrl.machine.measure_rank import all_reduce_bandwidth, pair_link
+
+    node_of = {rank: number for number, node in enumerate(nodes) for rank in node.ranks}
+    pair = (0, nodes[1].ranks[0] if len(nodes) > 1 else 1)
+    all_reduce = all_reduce_bandwidth(world, world.size) if world.size > 1 else 0.0
+    # before a pair of ranks makes a communicator with numbers of its own
+    mine = _read_log(log, [node_of[rank] for rank in range(world.size)])
+    point_to_point = pair_link(world, pair)[1] if world.size > 1 else 0.0
+    logs, clocks = zip(*world.all_gather_object((mine, _clock(world))), strict=True)
+    if world.rank != 0:
+        return []
+    table: list[Finding] = []
+    if world.nccl_timeout is not None:
+        adapters = facts[0].state.adapters
+        table += fabric.network_findings(joined(logs), adapters, expected.net, os.environ, len(nodes))
+        table += version_findings(nodes, [nccl_versions(log) for log in logs])
+    if world.size > 1:
+        table += fabric.rate_findings(expected, fabric.Rates(all_reduce, point_to_point, pair), world.size)
+    return [*table, *fabric.clock_findings([fact.host for fact in facts], clocks)]
+
+
+def _clock(world: World) -> GpuClock | None:
+    if world.device.type != "cuda":
+        return None
+    import torch
+
+    return gpu_clock(gpus.pci_id(torch.cuda.get_device_properties(world.device)))
 
 
 def note_torch(opened: OpenedSockets) -> None:
@@ -343,6 +401,11 @@ def world_findings(environ: Mapping[str, str], size: int, library: str, num_node
     yield Finding(
         "world", f"{size} rank{'s' * (size > 1)} on {num_nodes} node(s), {library_name(library)}", wrong, needed
     )
+
+
+def gpu_support_findings(environ: Mapping[str, str], library: str) -> Iterator[Finding]:
+    if is_cray(library) and asks_for_gpu_support(environ):
+        yield Finding("GPU-aware MPI", "enabled", BESIDE_NCCL, needed=False)
 
 
 def node_findings(nodes: Sequence[Node], found: Sequence[Facts], links: Links) -> Iterator[Finding]:
@@ -431,18 +494,18 @@ def bundle_findings(folder: str, verify: Callable[[str], list[str]]) -> Iterator
         yield Finding("bundle", f"{bundle}, checked in {took:.1f} s", wrong)
 
 
-def _agreed_job(comm: MPI.Intracomm, find_job: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """The run directory, or its nearest parent that exists, relative if the configuration has a relative path; and the
-    backend of torch.distributed."""
+def _agreed_job(comm: MPI.Intracomm, find_job: Callable[[], tuple[str, str]]) -> tuple[str, str, fabric.Expected]:
+    """The run directory, or its nearest parent that exists, relative if the configuration has a relative path; the
+    backend of torch.distributed; and what the site's profile expects."""
 
-    def look() -> tuple[str, str]:
+    def look() -> tuple[str, str, fabric.Expected]:
         folder, backend = find_job() if comm.rank == 0 else ("", "")
         while not os.path.isdir(folder or "."):
             folder = os.path.dirname(folder)
-        return folder, backend
+        return folder, backend, fabric.read_expected(os.environ if comm.rank == 0 else {})
 
     try:
-        found: tuple[str, str] = broadcast_object(comm, run_collectively(comm, look))
+        found: tuple[str, str, fabric.Expected] = broadcast_object(comm, run_collectively(comm, look))
     except InputError as error:
         finish_with_error(error, comm.rank)
     return found
@@ -487,76 +550,6 @@ def _give_up(status: RankStatus, seconds: float) -> NoReturn:
     os.write(2, f"hpcrl check: rank {rank} on {node_name()} is still {status.phase} after {seconds:.0f} s\n".encode())
     time.sleep(1.0)  # launchers drop output that is still in their pipes when the first rank exits
     os._exit(exits.OTHER)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What one rank finds on its node.
-
-    versions: versions that must be the same on all ranks, None for what is not installed. address: this node's address
-    for other nodes, with its interface. no_address: why it has none. scratch_free: bytes.
-    """
-
-    host: str
-    versions: dict[str, str | None]
-    address: str
-    no_address: str | None
-    scratch: str
-    scratch_free: int
-
-
-def find_facts(mpi_library: str) -> Facts:
-    address, no_address = address_here()
-    scratch = os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir()
-    free = shutil.disk_usage(scratch).free
-    return Facts(node_name(), versions(mpi_library), address, no_address, scratch, free)
-
-
-def versions(mpi_library: str) -> dict[str, str | None]:
-    return {
-        "python": platform.python_version(),
-        "MPI library": library_name(mpi_library),
-        **{package: version_of(package) for package in PACKAGES},
-        "hpcrl's code": code_hash(Path(__file__).parents[1]),
-        "CUDA driver": cuda_driver(),
-    }
-
-
-def code_hash(folder: Path) -> str:
-    """Hash of the Python files below a folder: the same version may be another checkout."""
-    digest = hashlib.blake2b(digest_size=4)
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
-def cuda_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
-    try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path(path).read_text(encoding="utf-8"))
-    except OSError:
-        return None
-    return found.group() if found else "of unknown version"
-
-
-def address_here() -> tuple[str, str | None]:
-    """This node's address, such as `10.0.0.3 (hsn0)`, and why other nodes cannot reach it, or None."""
-    try:
-        address = own_address(socket.gethostname())
-    except InputError as error:
-        return "no address", str(error)
-    wrong = None
-    if ipaddress.IPv4Address(address).is_link_local:
-        wrong = f"its address {address} is link-local: other nodes cannot reach it; correct it in DNS or /etc/hosts"
-    return f"{address} ({interface_of(address)})", wrong
-
-
-def interface_of(address: str) -> str:
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
-            return str(name)
-    return "?"
 
 
 def see_canary(folder: str, token: str, timeout: float = CANARY_SECONDS) -> bool:

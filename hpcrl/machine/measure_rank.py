@@ -356,17 +356,16 @@ def contention(world: World, local: Sequence[int]) -> float:
 
 
 def bus_bandwidths(world: World) -> dict[int, float]:
-    """Bus bandwidth of fp32 all-reduces of the first 2, 4, 8, ... ranks, by the number of ranks. Collective.
+    """Bus bandwidth of the first 2, 4, 8, ... ranks, by the number of ranks. Collective."""
+    return {size: all_reduce_bandwidth(world, size) for size in group_sizes(world.size)}
 
-    Ranks outside a group wait.
-    """
-    found = {}
+
+def all_reduce_bandwidth(world: World, size: int) -> float:
+    """Bus bandwidth of fp32 all-reduces of the first `size` ranks, while the others wait. Collective."""
+    group = dist.new_group(list(range(size))) if size < world.size else None
     values = torch.zeros(REDUCED[world.device.type] // 4, device=world.device)
-    for size in group_sizes(world.size):
-        group = dist.new_group(list(range(size)))
-        seconds = _all_reduce(world, values, group) if world.rank < size else 0.0
-        found[size] = bus_bandwidth(size, 4 * values.numel(), world.broadcast_object(seconds))
-    return found
+    seconds = _all_reduce(world, values, group) if world.rank < size else 0.0
+    return bus_bandwidth(size, 4 * values.numel(), world.broadcast_object(seconds))
 
 
 def _all_reduce(world: World, values: torch.Tensor, group: dist.ProcessGroup | None) -> float:

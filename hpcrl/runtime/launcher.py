@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 
@@ -106,6 +106,43 @@ def split_world(environ: Mapping[str, str], size: int, library: str) -> str | No
 
 def srun_flag(mpich: bool) -> str:
     return "--mpi=pmi2" if mpich else "--mpi=pmix"
+
+
+GPU_SUPPORT = "MPICH_GPU_SUPPORT_ENABLED"  # read by Cray MPICH only
+BESIDE_NCCL = (
+    f"{GPU_SUPPORT}=1: GPU-aware Cray MPICH beside NCCL can deadlock, and MPI carries host buffers only; "
+    f"`export {GPU_SUPPORT}=0`"
+)
+
+
+def asks_for_gpu_support(environ: Mapping[str, str]) -> bool:
+    return environ.get(GPU_SUPPORT, "0") not in ("", "0")
+
+
+def is_cray(library: str) -> bool:
+    """Whether it is Cray MPICH. library: the string that MPI_Get_library_version returns, also before MPI_Init."""
+    return "CRAY MPICH" in library.upper()
+
+
+def lacks_gpu_support(loaded: Iterable[str]) -> str | None:
+    """Error text if Cray MPICH would abort in MPI_Init because of `GPU_SUPPORT`, otherwise None.
+
+    loaded: paths of the process's shared libraries. Cray MPICH needs its GTL library, which its compiler wrappers link
+    into programs; the interpreter of Python and mpi4py are often built without them.
+    """
+    if any(os.path.basename(path).startswith("libmpi_gtl_") for path in loaded):
+        return None
+    return (
+        f"found {GPU_SUPPORT}=1, and Cray MPICH aborts because libmpi_gtl_cuda.so or libmpi_gtl_hsa.so is not loaded; "
+        f"expected 0, because MPI carries host buffers only: `export {GPU_SUPPORT}=0`"
+    )
+
+
+def loaded_libraries() -> list[str]:
+    """Paths of the shared libraries that this process has loaded."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        paths = [line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line]
+    return [path for path in dict.fromkeys(paths) if ".so" in os.path.basename(path)]
 
 
 def slurm_pmi1(environ: Mapping[str, str]) -> bool:

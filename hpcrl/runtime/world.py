@@ -23,7 +23,18 @@ from hpcrl.runtime.events import Events
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.gpus import rank_threads, select_device
 from hpcrl.runtime.key_value_store import KeyValueStore, open_key_value_store
-from hpcrl.runtime.launcher import format_spans, on_one_node, slurm_pmi1, split_world
+from hpcrl.runtime.launcher import (
+    BESIDE_NCCL,
+    asks_for_gpu_support,
+    format_spans,
+    is_cray,
+    is_first_launched,
+    lacks_gpu_support,
+    loaded_libraries,
+    on_one_node,
+    slurm_pmi1,
+    split_world,
+)
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, duplicate, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.stop_requests import StopRequests
@@ -80,8 +91,8 @@ class World:
 def start_mpi() -> MPI.Intracomm:
     """Initialise MPI and return a duplicate of its world communicator. Call it first, in the main thread.
 
-    Requests MPI_THREAD_MULTIPLE, though only the main thread calls MPI. Raises InputError if MPI cannot be loaded, or
-    if the launcher started several ranks and each of them is a world of its own.
+    Requests MPI_THREAD_MULTIPLE, though only the main thread calls MPI. Raises InputError if MPI cannot be loaded or
+    would abort, or if the launcher started several ranks and each of them is a world of its own.
     """
     prepare_environment(os.environ)
     launched = dict(os.environ)  # an Open MPI singleton adds OMPI_COMM_WORLD_SIZE of its own while it starts
@@ -94,6 +105,8 @@ def start_mpi() -> MPI.Intracomm:
         faulthandler.dump_traceback_later(float(os.environ.get("HPCRL_MPI_START_SECONDS", 600)), exit=True)
         if slurm_pmi1(os.environ):
             _import_mpi_in_thread()
+        else:
+            _load_mpi()
         from mpi4py import MPI
 
         faulthandler.cancel_dump_traceback_later()
@@ -137,9 +150,25 @@ def set_allocator(mmap_threshold: int, trim_threshold: int) -> None:
 def _import_mpi() -> None:
     set_allocator(OWN_PAGES, 2 * LARGEST_KEPT)
     try:
-        importlib.import_module("mpi4py.MPI")
+        _load_mpi()
     finally:
         set_allocator(LARGEST_KEPT, 2 * LARGEST_KEPT)
+
+
+def _load_mpi() -> None:
+    """Import mpi4py.MPI, which starts MPI. If GPU-aware MPI is requested, check first that MPI would not abort."""
+    import mpi4py
+
+    mpi4py.rc.initialize = not asks_for_gpu_support(os.environ)
+    mpi: Any = importlib.import_module("mpi4py.MPI")
+    if mpi4py.rc.initialize or mpi.Is_initialized():
+        return
+    if is_cray(mpi.Get_library_version()):
+        if problem := lacks_gpu_support(loaded_libraries()):
+            raise InputError(problem)
+        if is_first_launched(os.environ):
+            print(f"hpcrl: warning: {BESIDE_NCCL}", file=sys.stderr)
+    mpi.Init_thread(mpi.THREAD_MULTIPLE)
 
 
 def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
 import time
+from datetime import timedelta
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 from hpcrl import cli
 from hpcrl.machine import check_job
@@ -22,6 +26,25 @@ def another_version(name: str) -> str:
     return "2.6.0" if name == "torch" else version(name)
 
 
+CHANNEL = f"Channel 00/0 : {RANK}[0] -> {(RANK + 1) % 4}[0] [send] via NET/Socket/0"
+NCCL = {
+    "tcp": f"INFO Using network Socket\nn NCCL INFO {CHANNEL}",
+    "plugin": "WARN Error: network AWS Libfabric not found.",
+}
+start_torch = check_job.start_torch
+
+
+def start_with_nccl(*arguments: Any, **options: Any) -> Any:
+    """Start torch as if NCCL were used, and had written a log."""
+    world = start_torch(*arguments, **options)
+    Path(os.environ["NCCL_DEBUG_FILE"]).write_text(f"n NCCL INFO NCCL version 2.2{RANK // 3}.7\nn NCCL {NCCL[WRONG]}\n")
+    if WRONG == "plugin" and RANK == 2:
+        raise RuntimeError("NCCL error in: ProcessGroupNCCL.cpp")
+    return dataclasses.replace(world, nccl_timeout=timedelta(seconds=300))
+
+
+if WRONG in NCCL:
+    check_job.start_torch = start_with_nccl
 if WRONG == "version" and RANK == 3:
     metadata.version = another_version
 if WRONG == "folder" and RANK >= 2:

@@ -13,7 +13,8 @@ import pytest
 
 from hpcrl.engine.checkpoint.manifest import write_manifest
 from hpcrl.machine.check import Finding
-from hpcrl.machine.check_job import Facts, Links, node_findings, nodes_of, world_findings
+from hpcrl.machine.check_job import Links, node_findings, nodes_of, world_findings
+from hpcrl.machine.facts import Facts
 from hpcrl.runtime.launcher import node_name
 from hpcrl.runtime.sockets import Listener, grouped
 from tests.preloaded import RANK
@@ -24,7 +25,7 @@ CHECKING_JOB = Path(__file__).with_name("checking_job.py")
 
 @pytest.fixture
 def check(run: Callable[..., Ended]) -> Callable[..., Ended]:
-    return lambda *wrong: run(MPIEXEC, "-n", "4", *RANK, CHECKING_JOB, *wrong)
+    return lambda *wrong, **environ: run(MPIEXEC, "-n", "4", *RANK, CHECKING_JOB, *wrong, **environ)
 
 
 def told(ended: Ended) -> list[str]:
@@ -84,6 +85,26 @@ def test_a_damaged_bundle_is_named(check: Callable[[str], Ended], tmp_path: Path
 def test_a_rank_that_does_not_answer_ends_the_check_and_is_seen(check: Callable[[str], Ended]) -> None:
     ended = check("dead")
     assert ended.code != 0 and "is still pinging the next rank after 3 s" in ended.stderr
+
+
+def test_another_network_than_the_site_expects_is_wrong(check: Callable[..., Ended]) -> None:
+    ended = check("tcp", HPCRL_FABRIC_NET="AWS Libfabric")
+    assert ended.code == 1, ended.stdout + ended.stderr
+    assert "  Socket; between nodes NET/Socket; on a node NET/Socket\n" in ended.stdout
+    network, version = told(ended)
+    assert network.startswith("wrong: network: NCCL uses TCP between nodes, and the site file expects AWS Libfabric; ")
+    assert version == "wrong: NCCL: 2.21.7 on n1 (rank 3); the others have 2.20.7"
+
+
+def test_an_error_of_nccl_ends_the_check_with_its_reason(check: Callable[..., Ended]) -> None:
+    ended = check("plugin")
+    assert ended.code != 0 and "Traceback" not in ended.stderr
+    assert ended.stderr.startswith("hpcrl: error: NCCL failed: Error: network AWS Libfabric not found; put the folder")
+
+
+def test_an_expectation_that_is_no_number_is_one_line(check: Callable[..., Ended]) -> None:
+    ended = check("nothing", HPCRL_FABRIC_ALL_REDUCE="fast")
+    assert ended.code == 2 and ended.stdout == "" and ended.stderr.startswith("hpcrl: error: found HPCRL_FABRIC_ALL_")
 
 
 def findings_of(bandwidth: dict[Any, float], offsets: list[float], no_address: str | None = None) -> list[Finding]:
