@@ -122,6 +122,9 @@ def _variables(batch: Batch, site: SiteConfig, venv: str) -> dict[str, str]:
         "HPCRL_MAX_RESTARTS": str(batch.job.max_restarts if batch.job.requeue else 0),
         "HPCRL_MAX_RELAUNCHES": str(batch.job.max_relaunches),
         "HPCRL_SPARE_NODES": str(batch.job.spare_nodes or ""),
+        "HPCRL_FABRIC_NET": site.fabric.net,
+        "HPCRL_FABRIC_ALL_REDUCE": str(site.fabric.all_reduce_gb_s or ""),
+        "HPCRL_FABRIC_POINT_TO_POINT": str(site.fabric.point_to_point_gb_s or ""),
     }
     if container.kind == "none":
         found |= {"HPCRL_CONTAINER": "none", "HPCRL_VENV": site.venv or venv}
