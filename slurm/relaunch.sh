@@ -192,13 +192,13 @@ hpcrl_may_relaunch() {
         "$((${#hpcrl_nodes[@]} - hpcrl_fit)) spare"
 }
 
-# hpcrl_find_fit ARGUMENTS...: hpcrl_fit, the largest number of nodes, not more than hpcrl_wanted, for which the job's
-# layouts are valid: a dry run does not end with 2
+# hpcrl_find_fit ARGUMENTS...: hpcrl_fit, the largest number of nodes, not more than before, for which the job's layouts
+# are valid: a dry run does not end with 2
 hpcrl_find_fit() {
-    for ((hpcrl_fit = hpcrl_wanted; hpcrl_fit > 0; hpcrl_fit--)); do
-        ((hpcrl_fit <= ${#hpcrl_nodes[@]})) || continue
+    hpcrl_use_nodes "$hpcrl_fit"
+    ((hpcrl_fit > ${#hpcrl_nodes[@]})) || return 0 # what it ran on is still there
+    for ((hpcrl_fit = ${#hpcrl_nodes[@]}; hpcrl_fit > 0; hpcrl_fit--)); do
         hpcrl_use_nodes "$hpcrl_fit"
-        ((hpcrl_fit < hpcrl_wanted)) || return 0
         HPCRL_DRY_RUN=1 hpcrl_srun_once "$@" >/dev/null 2>&1
         [[ $? == 2 ]] || return 0
     done
