@@ -7,17 +7,17 @@
 #   HPCRL_NODE_TIMEOUT    seconds without a heartbeat of any of its ranks after which a node is lost  (60)
 # shellcheck shell=bash
 
-# hpcrl_list_nodes: hpcrl_nodes, those that can have ranks, and hpcrl_wanted, how many of them have
+# hpcrl_list_nodes: hpcrl_nodes, those that can have ranks, and hpcrl_used, how many of them have
 hpcrl_list_nodes() {
     hpcrl_relaunches=0 hpcrl_crash_step=-
     if [[ -z ${hpcrl_first+listed} ]]; then # what an earlier command of this script has lost stays lost
         mapfile -t hpcrl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null)
-        hpcrl_all=${#hpcrl_nodes[@]} hpcrl_wanted=$((${#hpcrl_nodes[@]} - ${HPCRL_SPARE_NODES:-0}))
-        hpcrl_first=${hpcrl_nodes[0]:-} hpcrl_fit=$hpcrl_wanted
-        ((hpcrl_all == 0 || hpcrl_wanted > 0)) ||
+        hpcrl_all=${#hpcrl_nodes[@]} hpcrl_first=${hpcrl_nodes[0]:-}
+        hpcrl_used=$((hpcrl_all - ${HPCRL_SPARE_NODES:-0}))
+        ((hpcrl_all == 0 || hpcrl_used > 0)) ||
             hpcrl_fail "HPCRL_SPARE_NODES=$HPCRL_SPARE_NODES leaves none of $hpcrl_all node(s) for ranks; use fewer"
     fi
-    hpcrl_use_nodes "$hpcrl_fit"
+    hpcrl_use_nodes "$hpcrl_used"
 }
 
 # hpcrl_use_nodes COUNT: hpcrl_step_options, with which srun starts ranks on the first nodes. Empty where they are the whole
@@ -188,17 +188,17 @@ hpcrl_may_relaunch() {
     hpcrl_relaunches=$((hpcrl_relaunches + 1))
     hpcrl_find_fit "${@:3}" || { hpcrl_say "$why; no layout of the job fits ${#hpcrl_nodes[@]} node(s)"; return 1; }
     export HPCRL_RELAUNCH=$hpcrl_relaunches HPCRL_RELAUNCH_REASON=$why
-    hpcrl_say "$why; start $hpcrl_relaunches of at most $most again, on $hpcrl_fit node(s)," \
-        "$((${#hpcrl_nodes[@]} - hpcrl_fit)) spare"
+    hpcrl_say "$why; start $hpcrl_relaunches of at most $most again, on $hpcrl_used node(s)," \
+        "$((${#hpcrl_nodes[@]} - hpcrl_used)) spare"
 }
 
-# hpcrl_find_fit ARGUMENTS...: hpcrl_fit, the largest number of nodes, not more than hpcrl_wanted, for which the job's
-# layouts are valid: a dry run does not end with 2
+# hpcrl_find_fit ARGUMENTS...: hpcrl_used, the largest number of nodes, not more than before, for which the job's layouts
+# are valid: a dry run does not end with 2
 hpcrl_find_fit() {
-    for ((hpcrl_fit = hpcrl_wanted; hpcrl_fit > 0; hpcrl_fit--)); do
-        ((hpcrl_fit <= ${#hpcrl_nodes[@]})) || continue
-        hpcrl_use_nodes "$hpcrl_fit"
-        ((hpcrl_fit < hpcrl_wanted)) || return 0
+    hpcrl_use_nodes "$hpcrl_used"
+    ((hpcrl_used > ${#hpcrl_nodes[@]})) || return 0 # what it ran on is still there
+    for ((hpcrl_used = ${#hpcrl_nodes[@]}; hpcrl_used > 0; hpcrl_used--)); do
+        hpcrl_use_nodes "$hpcrl_used"
         HPCRL_DRY_RUN=1 hpcrl_srun_once "$@" >/dev/null 2>&1
         [[ $? == 2 ]] || return 0
     done

@@ -51,10 +51,9 @@ class Losing:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def last_step(self) -> int:
-        try:
-            return max((json.loads(line)["step"] for line in (self.run / "metrics.jsonl").open()), default=0)
-        except (OSError, ValueError):
-            return 0
+        path = self.run / "metrics.jsonl"
+        whole = path.read_text().split("\n")[:-1] if path.exists() else []
+        return max((json.loads(line)["step"] for line in whole), default=0)
 
     def lose(self, kind: str, rng: random.Random) -> None:
         """Wait for a step and a random time, lose something, and wait for the next step."""
