@@ -85,8 +85,8 @@ hpcrl_watch_here() {
     until ((${#pids[@]})); do
         sleep 2
         for pid in $(sed -n 's/.*"host": "'"$hpcrl_first"'", "pid": \([0-9]*\).*/\1/p' "$1"/heartbeat/rank_*); do
-            # a container may have process ids of its own
-            ! tr '\0' '\n' <"/proc/$pid/environ" | grep -qxF "HPCRL_START=$HPCRL_START" || pids+=("$pid")
+            # a container may have process ids of its own: a rank has its log open
+            ! ls -l "/proc/$pid/fd" | grep -qF "/${1##*/}/logs/rank_" || pids+=("$pid")
         done
     done
     while kill -0 "${pids[@]}"; do sleep 1; done
@@ -121,6 +121,8 @@ hpcrl_start_watch() {
 
 hpcrl_stop_watch() {
     [[ -n $hpcrl_watcher ]] || return 0
+    kill -0 "$hpcrl_watcher" 2>/dev/null || [[ -s $hpcrl_watch_file ]] ||
+        hpcrl_say "the process that watches heartbeats was killed; a lost node was left to Slurm and the watchdog"
     { pkill -P "$hpcrl_watcher"; kill "$hpcrl_watcher"; wait "$hpcrl_watcher"; } 2>/dev/null
     mapfile -t hpcrl_silent <"$hpcrl_watch_file"
     rm -f "$hpcrl_watch_file" "$hpcrl_watch_file.new"

@@ -74,3 +74,14 @@ def test_a_crash_that_repeats_ends_the_slice(losing_lab: Lab, tmp_path: Path) ->
     assert lab.wait(job) == "FAILED"
     output = (tmp_path / "job.out").read_text()
     assert "a rank was killed in step 3 (srun's exit code 137), as before the last start" in output
+
+
+@pytest.mark.exhaustive
+def test_after_a_hang_the_ranks_start_again(losing_lab: Lab, tmp_path: Path) -> None:
+    lab = environment(losing_lab, tmp_path)
+    patience = {"watchdog": {"publish_seconds": 0.5, "min_seconds": 6.0, "factor": 2.0, "first_seconds": 240.0}}
+    job = lab.sbatch(["--no-kill", *of_ranks(4), write_job(tmp_path, run=patience), "hang"], cwd=tmp_path)
+    os.kill(hold(lab, job, tmp_path / "hold" / "3.update_actor", 3), signal.SIGSTOP)
+    assert lab.wait(job) == "COMPLETED", (tmp_path / "job.out").read_text()
+    assert lab.restarts(job) == 0
+    assert "hpcrl: a hang in step 3; start 1 of at most 10 again, on 2 node(s)" in (tmp_path / "job.out").read_text()
