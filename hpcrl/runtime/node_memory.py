@@ -162,7 +162,7 @@ def _remove_others(folder: Path) -> None:
             check_folder(other)
             if other != folder and _is_over(other):
                 shutil.rmtree(other)
-                log.info("removed %s on %s: snapshots of a job that has ended", other, node_name())
+                log.info("removed %s on %s: snapshots of an ended job", other, node_name())
 
 
 def _is_over(folder: Path) -> bool:
