@@ -66,7 +66,8 @@ def next_ranks(nodes: Sequence[Any]) -> list[int | None]:
 
 @dataclass
 class NodeMemory:
-    """A rank's view of the run's folders. nodes: of each rank. free: bytes by node. next_node: connection to the rank
+    """A rank's view of the run's folders. nodes: of each rank. free: bytes by node, of the file system and of memory,
+    once the models are built. next_node: connection to the rank
     that stores copies; None if all ranks are on one node."""
 
     folder: Path
@@ -87,7 +88,7 @@ class NodeMemory:
         is_first, lock, problem = nodes.index(nodes[comm.rank]) == comm.rank, None, None
         try:
             lock = _make(folder) if is_first else None
-            free = shutil.disk_usage(folder.parent).free
+            free = min(shutil.disk_usage(folder.parent).free, available_memory())
         except OSError as error:
             problem, free = f"{folder} on {nodes[comm.rank]}: {error.strerror or error}", 0
         found = all_gather_object(comm, (problem, free))
@@ -130,6 +131,12 @@ class NodeMemory:
         """Remove this node's folder, on its lowest rank, unless it is kept."""
         if self.lock is not None and not self.keeps:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def available_memory() -> int:
+    """Bytes of this node's memory that processes and files in memory can still take."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    return int(lines["MemAvailable"].split()[0]) << 10
 
 
 def check_folder(folder: Path) -> None:

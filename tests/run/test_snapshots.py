@@ -173,8 +173,9 @@ class OneRank:
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SimpleNamespace, Path]:
     """A config, and a folder with a snapshot of step 5 by the run's first job; this is the second one."""
     monkeypatch.setattr(recovery.run_owner, "number", lambda: 2)
-    config = load_config(None, [f"run.dir={tmp_path}", "run.name=r"])
-    folder = tmp_path / "node"
+    options = ["trainer.snapshot_freq=1", f"trainer.checkpoint.snapshot_dir={tmp_path}/node"]
+    config = load_config(None, [f"run.dir={tmp_path}", "run.name=r", *options])
+    folder = recovery.memory_folder(config)
     for generation in "01":
         (folder / generation / "actor").mkdir(parents=True)
         (folder / generation / "actor" / "__0_0.distcp").write_bytes(b"weights" * 99)
@@ -192,7 +193,7 @@ def steps(config: Any) -> list[int]:
 def test_a_snapshot_becomes_a_checkpoint(recorded: Any) -> None:
     config, folder = recorded
     (folder / "0" / "actor" / "__0_0.distcp").write_bytes(b"torn")  # of the snapshot that was in progress
-    recover(OneRank(), config, folder)
+    recover(OneRank(), config)
     found = CheckpointStore(Path(config.run.dir) / "r" / "checkpoints").newest_valid(pytest.fail)
     assert found is not None and found[0] == 5 and found[2] == {"roles": ["actor"], "step": 5}
 
@@ -201,7 +202,7 @@ def test_a_snapshot_becomes_a_checkpoint(recorded: Any) -> None:
 def test_a_damaged_snapshot_is_not_used(recorded: Any, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
     config, folder = recorded
     damage(folder / "1" / "actor" / "__0_0.distcp")
-    recover(OneRank(), config, folder)
+    recover(OneRank(), config)
     (line,) = [it.getMessage() for it in caplog.records if it.levelno == logging.WARNING]
     assert "step 5" in line and "no node has actor/__0_0.distcp" in line and "no checkpoint" in line
     assert steps(config) == []
@@ -212,7 +213,7 @@ def test_a_snapshot_of_another_run_is_not_used(recorded: Any, change: dict[str, 
     """A run whose folder was removed begins anew, and its jobs are counted anew."""
     config, folder = recorded
     (folder / RECORD).write_text(json.dumps(json.loads((folder / RECORD).read_text()) | change))
-    recover(OneRank(), config, folder)
+    recover(OneRank(), config)
     assert steps(config) == []
 
 
