@@ -26,7 +26,7 @@ from hpcrl.runtime import node_memory
 from hpcrl.runtime.node_memory import LOCK, NodeMemory, check_folder, folder_in, next_ranks
 from tests.run.small_run import TP2, checkpoints, compared, lines, log_of, run_folder, train
 
-KILLED = 4  # step that a kill cuts short
+KILLED = 3  # step that a kill cuts short, the last one
 # Each rank is on a node of its own choice; rank 0 is killed in a step, and the launcher kills the others.
 RANK = """
 import os
@@ -52,7 +52,7 @@ Run.before_call = die
 def start(folder: Path, nodes: str, *, killed: int = 0, ranks: int = 2, **sections: Any) -> int:
     """Train with a snapshot after every step and no checkpoint before the end; gives the exit code."""
     memory = {"snapshot_dir": f"{folder}/$SLURMD_NODENAME"}
-    trainer = {"save_freq": -1, "snapshot_freq": 1, "checkpoint": memory, "total_training_steps": 4}
+    trainer = {"save_freq": -1, "snapshot_freq": 1, "checkpoint": memory, "total_training_steps": KILLED}
     script = textwrap.dedent(RANK).format(nodes=nodes, killed=killed)
     return train(folder, ranks, script=script, trainer={**trainer, **sections.pop("trainer", {})}, **sections)
 
@@ -63,7 +63,7 @@ def memory_of(folder: Path, node: str) -> Path:
 
 
 class Killed:
-    """A run of two ranks on the nodes a and b that was killed in step 4, and can be had again and again."""
+    """A run of two ranks on the nodes a and b that was killed in its last step, and can be had again and again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._copy = folder / "lab", folder / "copy"
@@ -120,20 +120,20 @@ def test_files_are_found_on_the_nodes_of_the_next_start(killed: Killed, nodes: s
         shutil.rmtree(folder / gone)
     recovers = set(nodes.split()) >= {"a"}
     assert start(folder, nodes, ranks=ranks) == 0
-    assert ("recovered step 3" in log_of(folder)) == recovers
-    assert "resuming after step 3" in log_of(folder) or not recovers
+    assert (f"recovered step {KILLED - 1}" in log_of(folder)) == recovers
+    assert f"resuming after step {KILLED - 1}" in log_of(folder) or not recovers
     if ranks == 2:
         assert compared(folder) == killed.whole
-    assert lines(folder)[-1]["step"] == 4
+    assert lines(folder)[-1]["step"] == KILLED
 
 
 @pytest.mark.exhaustive
 def test_four_ranks_continue_as_two(tmp_path: Path) -> None:
-    assert start(tmp_path, "a a b b", ranks=4, killed=3, placement=TP2) != 0
+    assert start(tmp_path, "a a b b", ranks=4, killed=KILLED, placement=TP2) != 0
     shutil.rmtree(tmp_path / "b")
     assert start(tmp_path, "a a", ranks=2, placement=TP2) == 0
     assert "resuming after step 2" in log_of(tmp_path) and checkpoints(tmp_path)[1] == "step_00000002"
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
 
 
 @pytest.mark.exhaustive
@@ -142,11 +142,11 @@ def test_samples_that_wait_for_training_are_in_a_snapshot(tmp_path: Path, mode: 
     pools = {"pools": {"train": "1", "gen": "2"}, "rollout": {"pool": "gen"}}
     placement = pools | {role: {"pool": "train"} for role in ("actor", "critic", "ref")}
     options: dict[str, Any] = {"ranks": 3, "placement": placement, "async_training": {"mode": mode}}
-    assert start(tmp_path, "a b c", killed=3, **options) != 0
+    assert start(tmp_path, "a b c", killed=KILLED, **options) != 0
     shutil.rmtree(tmp_path / "c")
     assert start(tmp_path, "a b d", **options) == 0
     assert "resuming after step 2" in log_of(tmp_path)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
     assert not (run_folder(tmp_path) / "snapshot.tmp").exists()
 
 
@@ -155,8 +155,8 @@ def test_no_room_for_snapshots_is_one_line(tmp_path: Path) -> None:
     script = "import shutil\nreal = shutil.disk_usage\nshutil.disk_usage = lambda path: real(path)._replace(free=9)\n"
     trainer = {"save_freq": -1, "snapshot_freq": 1, "checkpoint": {"snapshot_dir": str(tmp_path / "node")}}
     assert train(tmp_path, 1, script=script, trainer=trainer) == 0
-    (line,) = [line for line in log_of(tmp_path).splitlines() if "snapshots" in line]
-    assert "no snapshots: they need" in line and "where 9 B are free" in line
+    (line,) = [line for line in log_of(tmp_path).splitlines() if "no snapshots: " in line]
+    assert "they need 1.20 MB in" in line and "where 9 B are free" in line
 
 
 class OneRank:
