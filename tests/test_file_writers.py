@@ -10,7 +10,7 @@ from tests.test_imports import PACKAGE, sources
 # modules that write to the folder of a run, or of one of its parts, which `runtime/run_folder.py` has checked
 IN_A_RUN = """
 controller/busy engine/checkpoint/manifest engine/checkpoint/sharded_save engine/checkpoint/store model/hf_export
-observe/record/archive observe/record/trackers observe/record/writer run/performance run/replay run/saver
+observe/record/archive observe/record/trackers observe/record/writer run/performance run/recovery run/replay run/saver
 runtime/events runtime/exits runtime/job runtime/rank_status runtime/run_owner runtime/watchdog sandbox/worker
 slurm/bundle slurm/submit workers/judge workers/weight_transfer
 """
@@ -30,6 +30,9 @@ ELSEWHERE = {
     "machine/check_job": "a name with a random number",
     "observe/report/scalars": "/dev/null",
     "runtime/world": "/dev/null",
+    "runtime/node_memory": "in a folder of this user only, which it makes and checks",
+    "engine/checkpoint/snapshot": "in that folder",
+    "run/snapshots": "in that folder",
 }
 METHODS = {"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "savefig"}
 FUNCTIONS = {"FileHandler", "SummaryWriter", "write_table", "save_file", "copyfile", "copy2", "copytree", "HashedFile"}

@@ -26,6 +26,7 @@ OWN, PROC, USERS, CHECKED, MADE = (
 ELSEWHERE = {  # module -> how many places, and which files
     "engine/checkpoint/manifest.py": (4, f"{CHECKED}, or {MADE}: hashed"),
     "engine/checkpoint/sharded_load.py": (2, CHECKED),
+    "engine/checkpoint/snapshot.py": (1, MADE),
     "engine/checkpoint/store.py": (1, "flushed, not read"),
     "cli.py": (1, OWN),
     "config/start_folder.py": (1, OWN),
@@ -48,8 +49,10 @@ ELSEWHERE = {  # module -> how many places, and which files
     "machine/check_job.py": (2, MADE),
     "machine/facts.py": (4, f"{MADE}; {PROC}"),
     "runtime/launcher.py": (1, PROC),
+    "run/snapshots.py": (1, MADE),
     "runtime/events.py": (1, MADE),
     "runtime/gpus.py": (1, PROC),
+    "runtime/node_memory.py": (3, f"{MADE}; {PROC}"),
     "machine/measure.py": (2, f"{MADE}; {PROC}"),
     "runtime/run_folder.py": (2, PROC),
     "runtime/sockets.py": (2, PROC),

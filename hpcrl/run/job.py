@@ -369,14 +369,14 @@ class TrainingJob(Job):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
     def main(self) -> int:
-        from hpcrl.run.recovery import open_memory
+        from hpcrl.run.recovery import open_memory, recover
         from hpcrl.run.run import Run
         from hpcrl.run.start import check_scratch, check_time, find_start
         from hpcrl.workers.team import build_team
 
-        config = self.config
-        check_scratch(self.world, config)
-        world = self.world = replace(self.world, node_memory=open_memory(self.world, config))
+        world, config = self.world, self.config
+        check_scratch(world, config)
+        recover(world, config)
         self.inputs = world.run_collectively(self.read_inputs)
         self.inputs.shapes |= world.run_collectively(self.own_shapes)
         frozen, trained, needs_ref = self.frozen_weights(), self.trained_role, self.needs_start_weights
@@ -385,6 +385,7 @@ class TrainingJob(Job):
         total = self.total_steps()
         check_time(world, config, start, 0 if start.state.get("reached") else total)
         team = build_team(world, config, self.derived, self.inputs, self.all_roles(), total)
+        world = self.world = replace(world, node_memory=open_memory(world, config))
 
         def program(controller: Controller) -> int:
             return Run(world, controller, self, start, total).until_done(self.loop)

@@ -56,19 +56,18 @@ class Record:
             return None
 
 
-def open_memory(world: World, config: Config) -> NodeMemory | None:
-    """Recover the newest snapshot of an earlier attempt, and make this run's folders for new ones. Collective.
+def memory_folder(config: Config) -> Path:
+    """The run's folder in memory of this node."""
+    return folder_in(expanded(config.trainer.checkpoint.snapshot_dir), run_directory(config))
 
-    None without snapshots.
-    """
-    trainer = config.trainer
-    if not trainer.snapshot_freq:
+
+def open_memory(world: World, config: Config) -> NodeMemory | None:
+    """Make the run's folders for new snapshots, without what an earlier attempt left in them; None without snapshots.
+    Collective."""
+    if not config.trainer.snapshot_freq:
         return None
-    folder = folder_in(expanded(trainer.checkpoint.snapshot_dir), run_directory(config))
-    if trainer.resume_mode == "auto":
-        recover(world, config, folder)
     one_host = all(size == world.size for size in world.all_gather_object(world.local_size))
-    found = NodeMemory.open(world.comm, folder, one_host)
+    found = NodeMemory.open(world.comm, memory_folder(config), one_host)
     if isinstance(found, str):
         if world.rank == 0:
             log.warning("no snapshots: %s", found)
@@ -77,15 +76,17 @@ def open_memory(world: World, config: Config) -> NodeMemory | None:
     return found
 
 
-def recover(world: World, config: Config, folder: Path) -> None:
+def recover(world: World, config: Config) -> None:
     """Make a checkpoint of the newest snapshot that the nodes have, if it is newer than all checkpoints. Collective.
 
-    folder: the run's, in memory of this node. Any node may have any file, and the number of ranks may have changed.
+    Any node may have any file, and the number of ranks may have changed.
     """
-    began, store = time.perf_counter(), checkpoint_store(config.trainer, run_directory(config) / "checkpoints")
+    if not config.trainer.snapshot_freq or config.trainer.resume_mode == "disable":
+        return
+    began, folder = time.perf_counter(), memory_folder(config)
+    store = checkpoint_store(config.trainer, run_directory(config) / "checkpoints")
     here = _ranks_here(world)
-    is_first = here[0] == world.rank
-    records = world.all_gather_object(Record.read(folder) if is_first else None)
+    records = world.all_gather_object(Record.read(folder) if here[0] == world.rank else None)
     record = max(filter(None, records), key=lambda it: it.step, default=None)
     saved = world.broadcast_object(next((step for step, _ in store.listed()), 0) if world.rank == 0 else 0)
     if record is None or record.step <= saved or record.owner >= (run_owner.number() or 0):

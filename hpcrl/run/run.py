@@ -246,7 +246,8 @@ class Run:
             if is_last or self._is_due(step, self.config.trainer.save_freq):
                 with self.timers("save_checkpoint"):
                     self._save()
-            if self._is_due(step, self.config.trainer.snapshot_freq):
+            frequency = self.config.trainer.snapshot_freq
+            if frequency and step % frequency == 0 and step < self.last_step and not self.is_complete:
                 with self.timers("snapshot"):
                     self._take_snapshot()
             run_owner.check()

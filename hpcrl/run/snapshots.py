@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.controller.controller import Controller
-from hpcrl.engine.checkpoint.manifest import FileEntry, error_line, files_below, hash_file
+from hpcrl.engine.checkpoint.manifest import FileEntry, SavedPart, error_line, files_below, hash_file
 from hpcrl.forecast.memory.memory import size
 from hpcrl.run.recovery import RECORD, Record
 from hpcrl.run.saver import SaveError, wait_for_part
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Plans = Mapping[int, "SavePlan | None"]  # by rank; None: as at the files' snapshot before
 SHARED = "snapshot.tmp"  # in the run's folder
 
 
@@ -48,8 +49,7 @@ class Snapshots:
         self._under_way: tuple[int, Future[float]] | None = None
         self._num_begun = 0
         self._seconds: float | None = None
-        self._plans: dict[tuple[int, str], dict[int, SavePlan]] = {}  # by generation and role
-        self._described: dict[tuple[int, str], FileEntry] = {}
+        self._described: dict[tuple[int, str], FileEntry] = {}  # by generation and role: its .metadata
 
     def begin(
         self,
@@ -75,13 +75,12 @@ class Snapshots:
             self._fail(step, f"rank 0: {error_line(error)}")
             return
         calls = {role: controller[role].begin_snapshot(key, generation) for role in roles}
-        new = {
-            role: self._take_plans(generation, role, controller[role].layout.ranks, call.get())
-            for role, call in calls.items()
+        plans = {
+            role: dict(zip(controller[role].layout.ranks, call.get(), strict=True)) for role, call in calls.items()
         }
         record = Record(step, run_owner.number() or 0, generation, state, metric, [])
         pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._under_way = step, pool.submit(self._commit, record, key, roles, new, start)
+        self._under_way = step, pool.submit(self._commit, record, key, plans, start)
         pool.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -104,10 +103,11 @@ class Snapshots:
 
     def _fail(self, step: int, problem: str) -> None:
         self._memory = None
+        before = f"; the one of step {self.step} stays" if self.step is not None else ""
         log.warning(
             "the snapshot of step %d in memory of the nodes could not be written: %s; training continues without "
-            "snapshots, and the one of step %s stays",
-            *(step, problem, self.step),
+            "snapshots%s",
+            *(step, problem, before),
         )
 
     def _write_samples(
@@ -129,37 +129,34 @@ class Snapshots:
         shutil.rmtree(shared)
         return state
 
-    def _take_plans(self, generation: int, role: str, ranks: tuple[int, ...], plans: list[SavePlan | None]) -> bool:
-        """Remember the plans of new files. Returns whether there are some."""
-        known = self._plans.setdefault((generation, role), {})
-        known |= {rank: plan for rank, plan in zip(ranks, plans, strict=True) if plan is not None}
-        return any(plan is not None for plan in plans)
-
-    def _commit(self, record: Record, key: str, roles: tuple[str, ...], new: dict[str, bool], start: float) -> float:
+    def _commit(self, record: Record, key: str, plans: Mapping[str, Plans], start: float) -> float:
         """Wait for all parts and write the record, on the thread. Returns the seconds of the snapshot."""
-        from hpcrl.engine.checkpoint.sharded_save import describe
-
         assert self._memory is not None
-        folder, generation = self._memory.folder / str(record.generation), record.generation
+        folder = self._memory.folder / str(record.generation)
         parts = {
-            role: [wait_for_part(self._key_values, f"{key}/{role}/{rank}") for rank in self._plans[generation, role]]
-            for role in roles
+            role: [wait_for_part(self._key_values, f"{key}/{role}/{rank}") for rank in of_rank]
+            for role, of_rank in plans.items()
         }
         everyone = [part for found in parts.values() for part in found]
         if problems := [part.problem for part in everyone if part.problem is not None]:
             raise SaveError(*problems)
         files = [entry for part in everyone for entry in part.files]
-        for role in roles:
-            if new[role]:
-                (folder / role).mkdir(exist_ok=True)
-                plans = list(self._plans[generation, role].values())
-                self._described[generation, role] = describe(folder / role, plans, parts[role])
-            files.append(self._described[generation, role])
-        own = [name for name in files_below(folder) if name.split("/")[0] not in roles]
+        files += [self._description(folder / role, list(plans[role].values()), parts[role]) for role in plans]
+        own = [name for name in files_below(folder) if name.split("/")[0] not in plans]
         files += [hash_file(folder / name, name) for name in own]
         replace_json(self._memory.folder / RECORD, asdict(record) | {"files": [asdict(entry) for entry in files]})
         spans.add_beside("snapshot", f"snapshot of step {record.step}", start, time.perf_counter())
         return time.perf_counter() - start
+
+    def _description(self, path: Path, plans: Sequence[SavePlan | None], parts: Sequence[SavedPart]) -> FileEntry:
+        """The entry of `.metadata` of a role, which is written where the ranks' files are new."""
+        from hpcrl.engine.checkpoint.sharded_save import describe
+
+        key, new = (int(path.parent.name), path.name), [plan for plan in plans if plan is not None]
+        if new:
+            path.mkdir(exist_ok=True)
+            self._described[key] = describe(path, new, parts)
+        return self._described[key]
 
 
 def _has_room(memory: NodeMemory, needed: Mapping[str, int]) -> bool:

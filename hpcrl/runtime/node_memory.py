@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.key_value_store import LENGTH, RankListener, connect, pack
 from hpcrl.runtime.launcher import node_name
 from hpcrl.runtime.mpi import all_gather_object
@@ -66,8 +67,11 @@ def next_ranks(nodes: Sequence[Any]) -> list[int | None]:
 
 @dataclass
 class NodeMemory:
-    """A rank's view of the run's folders. nodes: of each rank. free: bytes by node. next_node: connection to the rank
-    that stores copies; None if all ranks are on one node."""
+    """A rank's view of the run's folders.
+
+    nodes: of each rank. free: bytes by node, of the file system and of memory, once the models are built. next_node:
+    connection to the rank that stores copies; None if all ranks are on one node.
+    """
 
     folder: Path
     nodes: list[str]
@@ -79,27 +83,35 @@ class NodeMemory:
 
     @classmethod
     def open(cls, comm: MPI.Intracomm, folder: Path, one_host: bool) -> NodeMemory | str:
-        """Make the folder anew on each node, and connect each node to the next. Collective.
+        """Make the folder anew on each node, and connect each node to the next. Nothing listens any more when all are
+        connected. Collective.
 
         Returns one line if the folder cannot be made on some node.
         """
         nodes = all_gather_object(comm, node_name())
-        is_first, lock, problem = nodes.index(nodes[comm.rank]) == comm.rank, None, None
+        destinations, is_first = next_ranks(nodes), nodes.index(nodes[comm.rank]) == comm.rank
+        lock = listener = problem = None
+        free = 0
         try:
             lock = _make(folder) if is_first else None
-            free = shutil.disk_usage(folder.parent).free
-        except OSError as error:
-            problem, free = f"{folder} on {nodes[comm.rank]}: {error.strerror or error}", 0
-        found = all_gather_object(comm, (problem, free))
-        if first := next((text for text, _ in found if text), None):
+            free = min(shutil.disk_usage(folder.parent).free, available_memory())
+            if senders := destinations.count(comm.rank):
+                listener = RankListener(listening_host(one_host), senders, comm.rank)
+        except (OSError, InputError) as error:
+            problem = f"{folder} on {nodes[comm.rank]}: {getattr(error, 'strerror', None) or error}"
+        door = None if listener is None else (listener.address, listener.secret)
+        found = all_gather_object(comm, (problem, free, door))
+        if first := next((text for text, _, _ in found if text), None):
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
             return str(first)
-        return cls(
-            folder,
-            nodes,
-            {node: found[nodes.index(node)][1] for node in nodes},
-            _ring(comm, folder, nodes, one_host),
-            lock,
-        )
+        if listener is not None:
+            threading.Thread(target=_accept, args=(listener, folder), name="snapshot copies", daemon=True).start()
+        destination = destinations[comm.rank]
+        next_node = None if destination is None else connect(*found[destination][2])
+        if next_node is not None:
+            next_node.settimeout(None)
+        return cls(folder, nodes, {node: found[nodes.index(node)][1] for node in nodes}, next_node, lock)
 
     def copy(self, name: str, descriptor: int, content: memoryview | bytes | mmap.mmap) -> str:
         """Copy a file of this rank's folder to the next node, and return its xxh3_128. Safe from any thread; raises
@@ -132,6 +144,12 @@ class NodeMemory:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def available_memory() -> int:
+    """Bytes of this node's memory that processes and files in memory can still take."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    return int(lines["MemAvailable"].split()[0]) << 10
+
+
 def check_folder(folder: Path) -> None:
     """Raise OSError unless this is a folder of the user, for the user only."""
     found = os.lstat(folder)
@@ -162,7 +180,7 @@ def _remove_others(folder: Path) -> None:
             check_folder(other)
             if other != folder and _is_over(other):
                 shutil.rmtree(other)
-                log.info("removed %s on %s: snapshots of a job that has ended", other, node_name())
+                log.info("removed %s on %s: snapshots of an ended job", other, node_name())
 
 
 def _is_over(folder: Path) -> bool:
@@ -174,24 +192,6 @@ def _is_over(folder: Path) -> bool:
         except OSError:
             return False
     return not job or job != os.environ.get("SLURM_JOB_ID")
-
-
-def _ring(comm: MPI.Intracomm, folder: Path, nodes: Sequence[str], one_host: bool) -> socket.socket | None:
-    """Connect each rank to the one that stores its copies, and serve those whose copies this rank stores. Collective.
-
-    Nothing listens any more when all are connected.
-    """
-    destinations = next_ranks(nodes)
-    senders = destinations.count(comm.rank)
-    listener = RankListener(listening_host(one_host), senders, comm.rank) if senders else None
-    addresses = all_gather_object(comm, (listener.address, listener.secret) if listener else None)
-    if listener is not None:
-        threading.Thread(target=_accept, args=(listener, folder), name="snapshot copies", daemon=True).start()
-    destination = destinations[comm.rank]
-    connection = None if destination is None else connect(*addresses[destination])
-    if connection is not None:
-        connection.settimeout(None)
-    return connection
 
 
 def _accept(listener: RankListener, folder: Path) -> None:

@@ -52,6 +52,8 @@ class TensorFile:
         with open(path, "xb", buffering=0) as file:
             for tensor in like:
                 self.pieces.append(_write_without_data(file, tensor))
+            if self.pieces:  # else a write to memory that is not there would kill the rank
+                os.posix_fallocate(file.fileno(), 0, file.tell())
         with open(path, "r+b") as file:
             self.descriptor = os.dup(file.fileno())
             self.map = mmap.mmap(self.descriptor, 0) if self.pieces else b""
@@ -63,7 +65,7 @@ class TensorFile:
 
 
 def _write_without_data(file: io.RawIOBase, tensor: torch.Tensor) -> tuple[int, int]:
-    """Write what torch.save does, with zeros in place of the data; returns start and length."""
+    """Write what torch.save does, with a hole in place of the data; returns start and length."""
     start = -(-file.tell() // ALIGNMENT) * ALIGNMENT
     file.write(bytes(start - file.tell()))
     with torch.serialization.skip_data():

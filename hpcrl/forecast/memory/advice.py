@@ -16,6 +16,8 @@ PHASES = {  # of a plan, by a worker's method, where neither its role nor `updat
     "refit.update_weights": "refit",
     "actor.begin_save": "save_actor",
     "critic.begin_save": "save_critic",
+    "actor.begin_snapshot": "save_actor",
+    "critic.begin_snapshot": "save_critic",
 }
 
 
