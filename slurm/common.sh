@@ -172,7 +172,7 @@ hpcrl_choose_python() {
         fi
         ;;
     apptainer | singularity)
-        hpcrl_python=("$container" exec --nv --pwd "$PWD" --bind "$PWD${HPCRL_MOUNTS:+,$HPCRL_MOUNTS}" "${HPCRL_IMAGE:?}" python3)
+        hpcrl_python=("$container" exec "$(hpcrl_gpu_option)" --pwd "$PWD" --bind "$PWD${HPCRL_MOUNTS:+,$HPCRL_MOUNTS}" "${HPCRL_IMAGE:?}" python3)
         ;;
     pyxis)
         hpcrl_srun_options=(--container-image="${HPCRL_IMAGE:?}" --container-workdir="$PWD"
@@ -180,6 +180,11 @@ hpcrl_choose_python() {
         ;;
     *) hpcrl_fail "HPCRL_CONTAINER=$container; expected apptainer, singularity, pyxis or none" ;;
     esac
+}
+
+# hpcrl_gpu_option [FILE]: how Apptainer brings in the driver; FILE is there if it is AMD's
+hpcrl_gpu_option() {
+    if [[ -e ${1:-/dev/kfd} && ! -e /dev/nvidiactl ]]; then echo --rocm; else echo --nv; fi
 }
 
 # hpcrl_container: the container runtime that is here

@@ -254,6 +254,10 @@ def test_how_python_starts(tmp_path: Path, environ: dict[str, str], command: str
     assert found.stdout.strip() == command.format(venv=tmp_path, here=os.getcwd())
 
 
+def test_a_container_on_amds_nodes_has_their_driver() -> None:
+    assert bash("hpcrl_gpu_option /dev/null; hpcrl_gpu_option /nowhere").stdout.split() == ["--rocm", "--nv"]
+
+
 @pytest.mark.parametrize(
     "environ",
     [
