@@ -22,7 +22,7 @@ SHARED_BYTES = dict.fromkeys([(8, 0), (8, 7)], 163 * KIB) | dict.fromkeys([(9, 0
 
 class Chip(NamedTuple):
     """shared_bytes: of a program at most (AMD: LDS). flash_attention: its newest version in libraries, 0: none.
-    lower_right: whether torch's fused attention knows the causal mask of a sequence's last queries; AMD's libraries
+    lower_right: whether torch's fused attention has the causal mask of a sequence's last queries; AMD's libraries
     align causal masks at the first key. grouped_product: whether torch multiplies groups of bf16 matrices in one
     launch, for which the host does not wait. fp8: torch's name of the dtype of 8-bit products, empty without them.
     """

@@ -1,6 +1,6 @@
 """The device's streams, memory and profiler ranges: torch.cuda's functions on a GPU, no-ops on another device.
 
-ROCm's torch has the same functions and the same name of the device, "cuda"; `hpcrl.kernels.chips` tells vendors apart.
+ROCm's torch has the same functions and the same name of the device, "cuda"; what differs is in `hpcrl.kernels.chips`.
 
 torch is imported by the functions, because the controller uses this file and rank 0 may have no use for torch.
 """

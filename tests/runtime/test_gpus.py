@@ -173,7 +173,7 @@ def test_numbers_of_rocm_are_not_taken_for_nvidias(
 
 
 def sampling_options(chip: chips.Chip) -> bool:
-    """Whether a kernel is launched with a maximum of registers, an option that AMD's compiler does not know."""
+    """Whether a kernel is launched with a maximum of registers, which AMD's compiler does not have."""
     return "maxnreg" in pytest.importorskip("hpcrl.kernels.sampling_triton").bound_options(chip)
 
 
