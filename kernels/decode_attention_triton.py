@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hpcrl.kernels.chips import chip_of
 from hpcrl.kernels.decode_attention import Cut, PagedRows, first_width, values_are_keys
 
 MASKED = tl.constexpr(-1e30)  # finite, so that differences are not NaN
@@ -167,8 +168,9 @@ def _padded(width: int) -> int:
 
 
 def attend_launch(
-    groups: int, per_head: int, key: int, value: int, first: int, value_in_key: bool, size: int, itemsize: int
-) -> Launch:
+    groups: int, per_head: int, key: int, value: int, first: int, value_in_key: bool, size: int, itemsize: int,
+    shared_bytes: int,
+) -> Launch:  # fmt: skip
     block = _padded(value)
     queries = min(_padded(per_head), max(SMALLEST_DOT, MOST_OUTPUTS // block))
     token_bytes = (key if value_in_key else key + value) * itemsize
@@ -177,7 +179,7 @@ def attend_launch(
         "HEADS": groups, "PER_HEAD": per_head, "SIZE": size, "TILE": tile, "QUERIES": queries,
         "FIRST": first, "FIRST_BLOCK": _padded(first), "REST": key - first, "REST_BLOCK": _padded(key - first),
         "VALUE": value, "VALUE_BLOCK": block, "VALUE_IN_KEY": value_in_key,
-        "STAGES": 3 if tile * token_bytes <= TILE_BYTES else 2,  # large blocks would not fit twice
+        "STAGES": 3 if tile * token_bytes <= min(TILE_BYTES, shared_bytes // 2) else 2,  # others would not fit twice
     }  # fmt: skip
     return Launch(constants, 8 if queries * block * itemsize >= 8192 else 4)
 
@@ -196,7 +198,8 @@ def decode_attention(
     totals = queries.new_empty((parts, groups, per_head, value), dtype=torch.float32)
     maxima, sums = totals.new_empty((2, parts, groups, per_head))
     outputs = queries.new_empty((n, groups, per_head, value))
-    launch = attend_launch(groups, per_head, key, value, first, value_in_key, keys.size(-1), keys.element_size())
+    itemsize, shared_bytes = keys.element_size(), chip_of(keys.device).shared_bytes
+    launch = attend_launch(groups, per_head, key, value, first, value_in_key, keys.size(-1), itemsize, shared_bytes)
     tiles = triton.cdiv(per_head, launch.constants["QUERIES"])
     attend[(parts * groups * tiles,)](
         queries.contiguous(), keys, values, rows.blocks, rows.parts, totals, maxima, sums, scale * LOG2_E,

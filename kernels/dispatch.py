@@ -1,4 +1,4 @@
-"""Choice of the implementation: Triton on CUDA devices, plain torch elsewhere.
+"""Choice of the implementation: Triton on GPUs, plain torch elsewhere.
 
 The environment variable HPCRL_KERNELS overrides it: `torch` disables Triton, `triton` runs it on CPU tensors too, in
 Triton's interpreter with TRITON_INTERPRET=1, which is about a thousand times slower and meant for tests.
@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from hpcrl.kernels.chips import chip_of
 
 
 @functools.cache
@@ -132,14 +134,14 @@ def _log_choice(name: str, device: str, dtype: torch.dtype, reason: str) -> None
 
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether a GPU has numbers of `FP8`."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    """Whether a GPU has products of `FP8`. gfx942 has them of other 8-bit numbers, float8_e4m3fnuz."""
+    return device.type == "cuda" and chip_of(device).fp8 == str(FP8).removeprefix("torch.")
 
 
 def lacks_fp8(x: Tensor, dtype: torch.dtype | None = None) -> str:
     """Return why the device of `x` has no kernels for its dtype, or another; empty if it has."""
     lacks = (dtype or x.dtype) == FP8 and not x.is_cpu and not has_fp8(x.device)
-    return "a GPU without 8-bit floats" if lacks else ""
+    return "a GPU without products of float8_e4m3fn" if lacks else ""
 
 
 def use_library(name: str, module: str, x: Tensor, *, unless: str = "") -> bool:

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hpcrl.kernels.chips import chip_of
 from hpcrl.kernels.exact_product_triton import aligned
 
 MASKED = tl.constexpr(-1e30)  # finite, so that differences are not NaN
 LOG2_E = math.log2(math.e)
 SMALLEST_DOT = 16  # minimum rows and columns of a product
-KEYS = {2: 64, 4: 32}  # at a time, by the bytes of a number: products of fp32 are sums in registers
+KEYS = {2: 64, 4: 32}  # at a time at most, by the bytes of a number: products of fp32 are sums in registers
 
 
 # One machine code for training, prefill and decode, whose tables have other addresses.
@@ -62,9 +63,13 @@ def attend(
     tl.store(outputs + at, (total / total_weight[:, None]).to(outputs.dtype.element_ty), mask=inside)
 
 
-def constants(groups: int, per_head: int, width: int, size: int, itemsize: int, tokens: int) -> dict[str, Any]:
+def constants(
+    groups: int, per_head: int, width: int, size: int, itemsize: int, tokens: int, shared_bytes: int
+) -> dict[str, Any]:
+    """shared_bytes: a third is for keys at most. Where they are 64 KiB, as on AMD, more keys would spill registers."""
     rows, block = (max(SMALLEST_DOT, triton.next_power_of_2(count)) for count in (tokens * per_head, width))
-    sizes = {"KEYS": KEYS[itemsize], "ROWS": rows, "WIDTH": width, "BLOCK": block}
+    fitting = 1 << (shared_bytes // 3 // (block * itemsize)).bit_length() - 1
+    sizes = {"KEYS": min(KEYS[itemsize], fitting), "ROWS": rows, "WIDTH": width, "BLOCK": block}
     return {"HEADS": groups, "PER_HEAD": per_head, "SIZE": size, **sizes}
 
 
@@ -76,11 +81,11 @@ def options(width: int) -> dict[str, int]:
 def attention(queries: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, tiles: Tensor, tokens: int) -> Tensor:
     """`hpcrl.model.exact.paged_attention`."""
     _, groups, per_head, width = queries.shape
-    outputs = queries.new_empty(queries.shape)
+    outputs, shared_bytes = queries.new_empty(queries.shape), chip_of(queries.device).shared_bytes
     if len(tiles):
         attend[(len(tiles), groups)](
             aligned(queries), aligned(keys), aligned(values), blocks, tiles, outputs, width**-0.5 * LOG2_E,
-            **constants(groups, per_head, width, keys.size(-1), keys.element_size(), tokens),
+            **constants(groups, per_head, width, keys.size(-1), keys.element_size(), tokens, shared_bytes),
             **options(width),
         )  # fmt: skip
     return outputs

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from hpcrl.kernels.chips import chip_of
 from hpcrl.kernels.dispatch import FP8, use_triton
 from hpcrl.kernels.fp8_matrix import Fp8Matrix, fp8_linear, quantize_rows
 from hpcrl.kernels.fp32_product import add_product, sums_in_fp32
@@ -404,7 +405,7 @@ def _stack_for(a: Tensor, weights: ExpertWeights, order: Order) -> Tensor | None
 def _warn_of_waits(device: torch.device, dtype: torch.dtype) -> None:
     log.warning(
         "experts run one after the other on %s with %s, and the host waits for their numbers of tokens in each layer; "
-        "a grouped product needs bfloat16, compute capability 9 or 10, widths that are multiples of 16 bytes, and "
+        "a grouped product needs bfloat16, a Hopper or Blackwell GPU, widths that are multiples of 16 bytes, and "
         "weights at equal distances in memory (raise model.ddp.bucket_size if a bucket ends inside a layer)",
         device, dtype,
     )  # fmt: skip
@@ -412,12 +413,10 @@ def _warn_of_waits(device: torch.device, dtype: torch.dtype) -> None:
 
 @functools.cache
 def _has_grouped_product(device: torch.device, dtype: torch.dtype, *, is_fp8: bool = False) -> bool:
-    """Whether torch has a kernel: from 2.10 on, on GPUs of compute capability 9 and 10 for bf16. For others torch
-    multiplies one group after the other, and the host waits."""
-    if device.type == "cuda":
-        major, _ = torch.cuda.get_device_capability(device)
-        if dtype is not torch.bfloat16 or major not in (9, 10):
-            return False
+    """Whether torch has a kernel: from 2.10 on, for bf16, on GPUs with a grouped product. For others torch multiplies
+    one group after the other, and the host waits."""
+    if device.type == "cuda" and (dtype is not torch.bfloat16 or not chip_of(device).grouped_product):
+        return False
     a, b = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(2, 16, 16, device=device, dtype=dtype)
     try:
         ends = torch.tensor([8, 16], dtype=torch.int32, device=device)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from hpcrl.kernels.chips import chip_of
 from hpcrl.kernels.dispatch import VARIABLE
 
 MAX_WIDTH = 256  # of a head in FlashAttention
-HOPPER = 9  # major compute capability, for which FlashAttention 3 is built
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +105,8 @@ def _reason(choice: str, device: str, dtype: torch.dtype, width: int) -> str:
         reason = f"no library for {dtype}"
     elif width > MAX_WIDTH or width % 8:
         reason = f"head width {width} is not a multiple of 8 up to {MAX_WIDTH}"
-    elif torch.cuda.get_device_capability()[0] < 8:
-        reason = "the GPU is older than an A100"
+    elif not chip_of(torch.device(device)).flash_attention:
+        reason = "libraries have no attention for the GPU, which is older than an A100 or MI200"
     elif _library() is None:
         reason = "neither torch 2.11 nor FlashAttention is installed"
     log.info("packed_attention on %s, %s: %s", device, dtype, f"padded, {reason}" if reason else "a library")
@@ -117,7 +117,7 @@ def _reason(choice: str, device: str, dtype: torch.dtype, width: int) -> str:
 def _library() -> Library | None:
     """Return the function of FlashAttention 3 on Hopper, where it is installed; else torch's, from 2.11 on, the first
     version with a scale; else that of the package flash_attn."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER:
+    if torch.cuda.is_available() and chip_of(torch.device("cuda")).flash_attention == 3:
         with contextlib.suppress(ImportError):
             return of_flash_attention(importlib.import_module("flash_attn_interface"))
     name = "torch.nn.attention.varlen"

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hpcrl.kernels.chips import Chip, chip_of
 from hpcrl.kernels.sampling import Partials
 
 CHUNK = 4096  # ids that a program reduces, and from which the token is drawn
@@ -230,6 +231,11 @@ def _sizes(logits: Tensor, temperature: float) -> dict[str, Any]:
     return {"WIDTH": logits.size(1), "SCALED": temperature not in (0, 1), "CHUNK": CHUNK}
 
 
+def bound_options(chip: Chip) -> dict[str, int]:
+    """Return warps of `find_bounds`, and for NVIDIA its registers; Triton does not set those of AMD's."""
+    return {"num_warps": 16} | ({"maxnreg": MAX_REGISTERS} if chip.vendor == "NVIDIA" else {})
+
+
 def partials(logits: Tensor, vocab_size: int, temperature: float) -> Partials:
     """Return the partials of chunks of CHUNK ids."""
     logits = logits.contiguous()
@@ -270,8 +276,7 @@ def sample(
         kept, before = torch.empty_like(sums), torch.empty_like(sums, dtype=torch.int32)
         find_bounds[(rows,)](
             logits, maxima, bounds, quotas, kept, before, chunks, vocab_size, float(temperature), top_k,
-            TOP_K=bounded, TOP_P=float(top_p), WIDE=WIDE, **sizes, num_warps=16,
-            maxnreg=MAX_REGISTERS,
+            TOP_K=bounded, TOP_P=float(top_p), WIDE=WIDE, **sizes, **bound_options(chip_of(logits.device)),
         )  # fmt: skip
     draw[(rows,)](
         logits, uniform, maxima, sums, bounds, quotas, kept, before, token_ids, log_probs, chunks, vocab_size,

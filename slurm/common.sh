@@ -200,7 +200,7 @@ hpcrl_choose_python() {
         fi
         ;;
     apptainer | singularity)
-        hpcrl_python=("$container" exec "$(hpcrl_gpu_option /dev/kfd)" --pwd "$PWD" --bind "$PWD${HPCRL_MOUNTS:+,$HPCRL_MOUNTS}" "${HPCRL_IMAGE:?}" python3)
+        hpcrl_python=("$container" exec "$(hpcrl_gpu_option)" --pwd "$PWD" --bind "$PWD${HPCRL_MOUNTS:+,$HPCRL_MOUNTS}" "${HPCRL_IMAGE:?}" python3)
         ;;
     pyxis)
         hpcrl_srun_options=(--container-image="${HPCRL_IMAGE:?}" --container-workdir="$PWD"
@@ -213,8 +213,10 @@ hpcrl_choose_python() {
     esac
 }
 
-# hpcrl_gpu_option DEVICE: what brings a node's GPUs into Apptainer. DEVICE is there with AMD's driver.
-hpcrl_gpu_option() { if [[ -e $1 ]]; then echo --rocm; else echo --nv; fi; }
+# hpcrl_gpu_option [FILE]: how Apptainer brings in the driver; FILE is there if it is AMD's
+hpcrl_gpu_option() {
+    if [[ -e ${1:-/dev/kfd} && ! -e /dev/nvidiactl ]]; then echo --rocm; else echo --nv; fi
+}
 
 # hpcrl_container: the container runtime that is here
 hpcrl_container() {

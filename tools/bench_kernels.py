@@ -2,13 +2,14 @@
 
     python tools/bench_kernels.py [NAME ...]
     python tools/bench_kernels.py --rehearse [NAME ...]
-    python tools/bench_kernels.py --compile-only [NAME ...] [--chips 90]
+    python tools/bench_kernels.py --compile-only [NAME ...] [--chips sm_90 gfx942] [--in-turn]
 
 NAME is one of the files in tools/kernel_cases, such as rms_norm. The first form measures the ceilings (a copy, a
 reduction, which only reads, a matrix product) and then each case: median time, rate, the share of the floor, which is
 the longer of the times that the bytes and the operations take at these ceilings, and the memory that was taken beside
 inputs and results. The second runs each case once, on a CPU and on small inputs, and prints no figures. The third
-compiles every kernel for three chips and prints registers, shared memory and spills.
+compiles every kernel for five chips and prints registers, shared memory and spills; with --in-turn each variant of a
+kernel with several of them for one of AMD's chips only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import importlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -26,8 +28,9 @@ import torch
 import torch._functorch.config
 import triton
 from kernel_cases.case import Case
-from kernel_cases.variants import CHIPS, kernel_variants
+from kernel_cases.variants import CHIPS, KernelVariant, kernel_variants
 
+from hpcrl.kernels.chips import Chip, chip
 from hpcrl.runtime import platform
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,17 +153,33 @@ def what(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def compile_only(names: list[str], chosen: list[int]) -> None:
+def compile_only(names: list[str], chosen: list[Chip], *, in_turn: bool) -> None:
     print(f"triton {triton.__version__}; registers and spilled bytes of a thread, shared bytes of a program\n")
-    chips = "".join(f"{f'sm_{chip} ({CHIPS[chip]})':>26}" for chip in chosen)
-    print(f"{'kernel':<42}{chips}{'s':>8}")
+    print(f"{'kernel':<42}" + "".join(f"{f'{it.name} ({CHIPS[it.name]})':>26}" for it in chosen) + f"{'s':>8}")
     print(" " * 42 + f"{'reg  shared  spill':>26}" * len(chosen))
-    for variant in kernel_variants():
-        if variant.name.split()[0] in names:
-            begin = time.monotonic()
-            found = [variant.compile(chip) if chip >= variant.oldest else ("-",) * 3 for chip in chosen]
-            columns = "".join(f"{registers:>11}{shared:>8}{spilled:>7}" for registers, shared, spilled in found)
-            print(f"{variant.name:<42}{columns}{time.monotonic() - begin:8.1f}", flush=True)
+    wanted = [each for each in zip(*map(kernel_variants, chosen), strict=True) if each[0].name.split()[0] in names]
+    seen, totals = Counter[str](), Counter(each[0].kernel.__name__ for each in wanted)
+    for variants in wanted:
+        kernel = variants[0].kernel.__name__
+        left_out = others_turn(chosen, seen[kernel]) if in_turn and totals[kernel] > 1 else set()
+        compile_variants(variants, [None if it in left_out else it for it in chosen])
+        seen[kernel] += 1
+
+
+def others_turn(chosen: list[Chip], number: int) -> set[Chip]:
+    """Those of AMD's chips for which a kernel's variant of this number is not compiled: all but one of them."""
+    of_amd = [it for it in chosen if it.vendor == "AMD"]
+    return {it for at, it in enumerate(of_amd) if at != number % len(of_amd)}
+
+
+def compile_variants(variants: tuple[KernelVariant, ...], chips: list[Chip | None]) -> None:
+    """Compile each variant for its chip, and print the row. None: left out."""
+    begin, columns = time.monotonic(), ""
+    for variant, its_chip in zip(variants, chips, strict=True):
+        is_compiled = its_chip is not None and variant.runs_on(its_chip)
+        registers, shared, spilled = variant.compile(its_chip) if is_compiled else ("-",) * 3
+        columns += f"{registers:>11}{shared:>8}{spilled:>7}"
+    print(f"{variants[0].name:<42}{columns}{time.monotonic() - begin:8.1f}", flush=True)
 
 
 def main() -> int:
@@ -168,14 +187,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
     parser.add_argument("--rehearse", action="store_true", help="needs no GPU")
-    parser.add_argument("--chips", type=int, nargs="+", choices=CHIPS, default=list(CHIPS), help="to compile for")
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS), help="to compile for")
+    parser.add_argument("--in-turn", action="store_true", help="a variant for one of AMD's chips only")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; all unless given")
     args = parser.parse_args()
     unknown = set(args.names) - set(known)
     if unknown:
         parser.error(f"unknown {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
     if args.compile_only:
-        compile_only(args.names or known, args.chips)
+        compile_only(args.names or known, [chip(name) for name in args.chips], in_turn=args.in_turn)
     elif args.rehearse:
         rehearse(args.names or known)
     elif torch.cuda.is_available():

@@ -131,7 +131,7 @@ def local_findings(ranks: int = 1) -> list[Finding]:
         python(),
         package("mpi4py", needed=True),
         torch(),
-        cuda(),
+        gpu(),
         triton(),
         megatron_core(),
         transformer_engine(),
@@ -164,11 +164,12 @@ def package(name: str, *, absent: str = "not installed", needed: bool = False) -
 
 def extra_here() -> str:
     """The extra of setup.py with what jobs need on this machine."""
-    return "gpu" if gpus.driver_cuda_version() is not None else "cpu"
+    return "gpu" if gpus.driver_cuda_version() is not None or gpus.amd_devices() else "cpu"
 
 
 def install_extra() -> str:
-    return f"`pip install 'hpcrl[{extra_here()}]'`"
+    first = ", after a torch for ROCm, see docs/amd.md" if gpus.amd_devices() else ""
+    return f"`pip install 'hpcrl[{extra_here()}]'`{first}"
 
 
 def attempt(name: str, load: Callable[[str], object] = importlib.import_module) -> Exception | None:
@@ -194,26 +195,28 @@ def torch() -> Finding:
     return Finding("torch", sys.modules["torch"].__version__)
 
 
-def cuda() -> Finding:
+def gpu() -> Finding:
+    """CUDA or ROCm, whichever torch is built for, and the GPUs that it can use."""
     if "torch" not in sys.modules:
         return Finding("CUDA", "torch is missing")
     found = gpus.find_gpus()
-    return cuda_finding(found, [gpus.gpu_here(index) for index in range(found.num_usable)])
+    return gpu_finding(found, [gpus.gpu_here(index) for index in range(found.num_usable)])
 
 
-def cuda_finding(found: gpus.FoundGpus, usable: list[gpus.Gpu]) -> Finding:
-    if found.wheel_cuda is None:
+def gpu_finding(found: gpus.FoundGpus, usable: list[gpus.Gpu]) -> Finding:
+    name = found.toolkit.name
+    if found.wheel is None:
         return Finding("CUDA", "torch is built for the CPU", gpus.unused(found), needed=False)
     if not usable:
         wrong = gpus.unusable(found)
         why = "no GPU can be used here: normal on a login node, wrong on a compute node (driver? --gpus-per-node?)"
-        return Finding("CUDA", f"{found.wheel_cuda}, no GPU", wrong or why, needed=wrong is not None)
-    kinds = Counter((gpu.name, gpu.capability) for gpu in usable)
-    names = [f"{count} x {name} ({gpus.version_text(capability)})" for (name, capability), count in kinds.items()]
-    old = [line for gpu in usable if (line := gpus.too_old(gpu))]
-    without_bfloat16 = [line for gpu in usable if (line := gpus.lacks_bfloat16(gpu))]
+        return Finding(name, f"{found.wheel}, no GPU", wrong or why, needed=wrong is not None)
+    kinds = Counter(f"{each.name} ({gpus.described(each.architecture).split()[-1]})" for each in usable)
+    old = [line for each in usable if (line := gpus.too_old(each))]
+    without_bfloat16 = [line for each in usable if (line := gpus.lacks_bfloat16(each))]
     wrong = next(iter([*old, *without_bfloat16]), None)
-    return Finding("CUDA", f"{found.wheel_cuda}, {', '.join(names)}", wrong, needed=bool(old))
+    text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return Finding(name, f"{found.wheel}, {text}", wrong, needed=bool(old))
 
 
 def _on_gpu() -> bool:
@@ -223,7 +226,7 @@ def _on_gpu() -> bool:
 def triton() -> Finding:
     """Triton, which is needed if there is a GPU."""
     wrong = gpus.missing_triton(os.environ, gpus.triton_is_installed()) if _on_gpu() else None
-    return Finding("triton", version_of("triton") or "not installed (needed for CUDA only)", wrong)
+    return Finding("triton", version_of("triton") or "not installed (needed on GPUs only)", wrong)
 
 
 def transformer_engine() -> Finding:

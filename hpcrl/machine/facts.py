@@ -98,7 +98,7 @@ def versions(mpi_library: str) -> dict[str, str | None]:
         "MPI library": library_name(mpi_library),
         **{package: version_of(package) for package in PACKAGES},
         "hpcrl's code": code_hash(Path(__file__).parents[1]),
-        "CUDA driver": cuda_driver(),
+        "GPU driver": gpu_driver(),
         "libfabric": libfabric_version(loaded_libraries()),
     }
 
@@ -120,11 +120,12 @@ def code_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def cuda_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
-    try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path(path).read_text(encoding="utf-8"))
-    except OSError:
+def gpu_driver(paths: Sequence[str] = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")) -> str | None:
+    """Version of NVIDIA's driver or of AMD's; a driver that is part of the kernel has none."""
+    path = next((Path(each) for each in paths if os.path.exists(each)), None)
+    if path is None:
         return None
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text(encoding="utf-8"))
     return found.group() if found else "of unknown version"
 
 

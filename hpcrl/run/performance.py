@@ -241,7 +241,8 @@ class ProfiledSteps:
                 )
 
 
-# Dense bf16 and fp8 operations per second of one device, from data sheets; the first matching name is used.
+# Dense bf16 and fp8 operations per second of one device, from data sheets; the first matching name is used. A device of
+# an MI250X is one of its two dies.
 PEAKS = {
     "GB200": (2.5e15, 5e15),
     "B200": (2.25e15, 4.5e15),
@@ -253,6 +254,8 @@ PEAKS = {
     "A800": (312e12, None),
     "H20": (148e12, 296e12),
     "L40S": (362e12, 733e12),
+    "MI300X": (1307e12, 2615e12),
+    "MI250X": (191.5e12, None),
 }
 
 

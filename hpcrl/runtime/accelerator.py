@@ -1,5 +1,7 @@
 """The device's streams, memory and profiler ranges: torch.cuda's functions on a GPU, no-ops on another device.
 
+ROCm's torch has the same functions and the same name of the device, "cuda"; what differs is in `hpcrl.kernels.chips`.
+
 torch is imported by the functions, because the controller uses this file and rank 0 may have no use for torch.
 """
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _NO_RANGE = nullcontext()
-_OUT_OF_MEMORY = re.compile(r"cuda.*out of memory", re.IGNORECASE | re.DOTALL)  # torch, CUDA and NCCL
+_OUT_OF_MEMORY = re.compile(r"(cuda|hip).*out of memory", re.IGNORECASE | re.DOTALL)  # torch, CUDA, ROCm and NCCL
 HISTORY_ENTRIES = 100_000  # the newest allocations and frees
 GIB = 2**30
 
@@ -91,7 +93,7 @@ def dump_memory_history(path: Path) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch, CUDA or NCCL ran out of GPU memory."""
+    """Whether torch, CUDA, ROCm or NCCL ran out of GPU memory."""
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
@@ -102,7 +104,8 @@ def annotated(name: str) -> AbstractContextManager[object]:
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """A named range: of torch's profiler while it records, otherwise of NVTX, for Nsight Systems.
+    """A named range: of torch's profiler while it records, otherwise of NVTX, for Nsight Systems (on ROCm of roctx, for
+    rocprof).
 
     Both profilers use CUPTI, which serves one of them at a time.
     """

@@ -11,14 +11,14 @@ import glob
 import importlib.util
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.kernels import chips
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import all_gather_object, run_collectively
 from hpcrl.sandbox import fork_server
@@ -120,50 +120,88 @@ def rank_threads(environ: Mapping[str, str], cores: int, local_size: int) -> int
 
 log = logging.getLogger(__name__)
 
-BFLOAT16_CAPABILITY = (8, 0)
 ON_CPU = "set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+HIDDEN = ("", "-1", "NoDevFiles")  # values of the variables with which there are no GPUs
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """What torch is built for, to use the GPUs of a vendor. variables: that choose GPUs. tool: that lists them."""
+
+    name: str
+    vendor: str
+    variables: tuple[str, ...]
+    tool: str
+    on_cpu: str = ON_CPU
+
+
+CUDA = Toolkit("CUDA", "NVIDIA", ("CUDA_VISIBLE_DEVICES",), "nvidia-smi")
+ROCM = Toolkit(
+    "ROCm",
+    "AMD",
+    ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "rocm-smi",
+    "set HIP_VISIBLE_DEVICES=-1 to run on the CPU",  # an empty value counts as unset
+)
 
 
 @dataclass(frozen=True)
 class FoundGpus:
     """GPUs of this node.
 
-    num_devices: GPUs that the driver has device files for. num_usable: GPUs that torch can use. wheel_cuda: CUDA
-    version that torch is built for, None for a CPU build. visible: CUDA_VISIBLE_DEVICES. If torch can use none:
-    driver_cuda is the newest CUDA version that the driver supports (None without a driver library), and problem is
-    torch's warning.
+    num_devices: GPUs that the driver has. num_usable: GPUs that torch can use. wheel: version of the toolkit that
+    torch is built for, None for a CPU build. visible: those of the toolkit's variables that are set. If torch can use
+    none: driver_cuda is the newest CUDA version that the driver supports (None without a driver library), and problem
+    is torch's warning. vendor: of the GPUs.
     """
 
     num_devices: int
     num_usable: int
-    wheel_cuda: str | None
-    visible: str | None = None
+    wheel: str | None
+    visible: Mapping[str, str] = field(default_factory=dict)
     driver_cuda: tuple[int, int] | None = None
     problem: str = ""
+    toolkit: Toolkit = CUDA
+    vendor: str = "NVIDIA"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """capability: compute capability. wheel_archs: architectures that torch has kernels for, such as sm_90."""
+    """architecture: such as sm_90 or gfx942. wheel_archs: those that torch has kernels for."""
 
     name: str
-    capability: tuple[int, int]
+    architecture: str
     wheel_archs: Sequence[str]
 
 
 def find_gpus() -> FoundGpus:
-    """Find this node's GPUs by torch, the driver and /dev. Imports torch."""
+    """Find this node's GPUs by torch and the driver. Imports torch."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         num_usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    num_devices = len(glob.glob("/dev/nvidia[0-9]*")) if os.path.exists("/dev/nvidiactl") else 0
-    found = FoundGpus(num_devices, num_usable, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if num_usable or not num_devices:
+    toolkit = ROCM if torch.version.hip else CUDA
+    devices = {"NVIDIA": nvidia_devices(), "AMD": amd_devices()}
+    vendor = max(devices, key=lambda name: (devices[name] > 0, name == toolkit.vendor))
+    visible = {name: os.environ[name] for name in toolkit.variables if name in os.environ}
+    wheel = torch.version.hip or torch.version.cuda
+    found = FoundGpus(devices[vendor], num_usable, wheel, visible, toolkit=toolkit, vendor=vendor)
+    if num_usable or not found.num_devices:
         return found
     problem = " ".join(str(warning.message) for warning in caught)
     return replace(found, driver_cuda=driver_cuda_version(), problem=problem)
+
+
+def nvidia_devices() -> int:
+    """Number of GPUs that NVIDIA's driver has device files for."""
+    return len(glob.glob("/dev/nvidia[0-9]*")) if os.path.exists("/dev/nvidiactl") else 0
+
+
+def amd_devices(sysfs: str = "/sys") -> int:
+    """Number of GPUs of AMD's driver; an MI250X has two. CPUs are nodes of its topology, too, with the id 0."""
+    ids = Path(sysfs, "class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+    return sum(path.read_text(encoding="ascii").strip() not in ("", "0") for path in ids)
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
@@ -181,26 +219,33 @@ def driver_cuda_version() -> tuple[int, int] | None:
 def unusable(found: FoundGpus) -> str | None:
     """Why torch can use none of the node's GPUs, and what to do.
 
-    None if it can use one, if there are none, or if the user has chosen the CPU: by CUDA_VISIBLE_DEVICES, or by a torch
-    that is built for the CPU.
+    None if it can use one, if there are none, or if the user has chosen the CPU: by a variable, or by a torch that is
+    built for the CPU.
     """
-    if found.num_usable or not found.num_devices or found.wheel_cuda is None:
+    if found.num_usable or not found.num_devices or found.wheel is None:
         return None
-    if found.visible is not None and found.visible.strip() in ("", "-1", "NoDevFiles"):
+    if any(value.strip() in HIDDEN for value in found.visible.values()):
         return None
     here = f"this node has {found.num_devices} GPU{'s' * (found.num_devices > 1)}, but torch can use none"
-    if found.driver_cuda is None:
-        return f"{here}: the driver's library libcuda.so.1 is missing or broken; install the NVIDIA driver, or {ON_CPU}"
-    wheel_major = int(found.wheel_cuda.split(".")[0])
-    if found.driver_cuda[0] < wheel_major:
+    return f"{here}{_why_unusable(found)}, or {found.toolkit.on_cpu}"
+
+
+def _why_unusable(found: FoundGpus) -> str:
+    toolkit, wheel = found.toolkit, str(found.wheel)
+    if found.vendor != toolkit.vendor:
+        built = f"torch is built for {toolkit.name} {wheel}"
+        return f": they are {found.vendor}'s, and {built}; install a torch that is built for {found.vendor}"
+    if toolkit is CUDA and found.driver_cuda is None:
+        return ": the driver's library libcuda.so.1 is missing or broken; install the NVIDIA driver"
+    if toolkit is CUDA and found.driver_cuda and found.driver_cuda[0] < int(wheel.split(".")[0]):
         newest = ".".join(map(str, found.driver_cuda))
         return (
-            f"{here}: its NVIDIA driver supports CUDA {newest} at most, and torch is built for {found.wheel_cuda}; "
-            f"update the driver, install a torch that is built for CUDA {found.driver_cuda[0]}, or {ON_CPU}"
+            f": its NVIDIA driver supports CUDA {newest} at most, and torch is built for {wheel}; "
+            f"update the driver, install a torch that is built for CUDA {found.driver_cuda[0]}"
         )
-    named = "" if found.visible is None else f" with CUDA_VISIBLE_DEVICES={found.visible}"
-    why = f" ({found.problem})" if found.problem else ""
-    return f"{here}{named}{why}; ask the batch system for GPUs (--gpus-per-node), try nvidia-smi, or {ON_CPU}"
+    chosen = ", ".join(f"{name}={value}" for name, value in found.visible.items())
+    named, why = f" with {chosen}" if chosen else "", f" ({found.problem})" if found.problem else ""
+    return f"{named}{why}; ask the batch system for GPUs (--gpus-per-node), try {toolkit.tool}"
 
 
 def check_usable(found: FoundGpus) -> None:
@@ -211,47 +256,53 @@ def check_usable(found: FoundGpus) -> None:
 
 def unused(found: FoundGpus) -> str | None:
     """A line about GPUs that a CPU build of torch does not use, or None."""
-    if found.wheel_cuda is None and found.num_devices:
+    if found.wheel is None and found.num_devices:
         return f"torch is built for the CPU; the GPUs of this node ({found.num_devices}) are not used"
     return None
 
 
 def too_old(gpu: Gpu) -> str | None:
     """Error text if this torch has no kernels for the GPU, otherwise None."""
-    if not gpu.wheel_archs or any(runs_on(gpu.capability, arch) for arch in gpu.wheel_archs):
+    if not gpu.wheel_archs or any(runs_on(gpu.architecture, arch) for arch in gpu.wheel_archs):
         return None
     return (
-        f"{gpu.name} has compute capability {version_text(gpu.capability)}, which this torch has no kernels for "
+        f"{gpu.name} has {described(gpu.architecture)}, which this torch has no kernels for "
         f"({', '.join(gpu.wheel_archs)}); install a torch that has them, or {ON_CPU}"
     )
 
 
 def lacks_bfloat16(gpu: Gpu) -> str | None:
     """Error text if the GPU has no bfloat16, otherwise None."""
-    if gpu.capability >= BFLOAT16_CAPABILITY:
+    if chips.chip(gpu.architecture).bfloat16:
         return None
     return (
-        f"{gpu.name} has compute capability {version_text(gpu.capability)}, and bfloat16 needs "
-        f"{version_text(BFLOAT16_CAPABILITY)} or newer; set model.dtype and rollout.dtype to float32"
+        f"{gpu.name} has {described(gpu.architecture)}, and bfloat16 needs 8.0 or newer; "
+        "set model.dtype and rollout.dtype to float32"
     )
 
 
-def runs_on(capability: tuple[int, int], arch: str) -> bool:
+def runs_on(architecture: str, arch: str) -> bool:
     """Whether a GPU runs code that is built for `arch`.
 
     sm_80 runs on 8.x from 8.0 on, compute_80 (PTX, compiled when it is loaded) on all from 8.0 on, sm_90a on 9.0 only.
+    AMD's code runs on its own architecture; that gfx9-4-generic, for instance, runs on gfx942, is assumed.
     """
-    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
-    if match is None:
+    if architecture.startswith("gfx"):
+        return arch.partition(":")[0] == architecture or "generic" in arch
+    kind, _, version = arch.partition("_")
+    if kind not in ("sm", "compute"):
         return False
-    kind, built_for = match[1], (int(match[2]), int(match[3]))
-    if match[4] == "a":
-        return capability == built_for
-    return capability >= built_for and (kind == "compute" or capability[0] == built_for[0])
+    here, built_for = chips.capability(architecture), chips.capability(f"sm_{version.rstrip('af')}")
+    if version.endswith("a"):
+        return here == built_for
+    return here >= built_for and (kind == "compute" or here[0] == built_for[0])
 
 
-def version_text(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
+def described(architecture: str) -> str:
+    """Return what an architecture is called in documents: compute capability 9.0, or architecture gfx942."""
+    if architecture.startswith("gfx"):
+        return f"architecture {architecture}"
+    return f"compute capability {'.'.join(map(str, chips.capability(architecture)))}"
 
 
 def missing_triton(environ: Mapping[str, str], is_installed: bool) -> str | None:
@@ -271,7 +322,7 @@ def triton_is_installed() -> bool:
 def gpu_here(index: int) -> Gpu:
     """The GPU with this index in torch."""
     cuda = sys.modules["torch"].cuda
-    return Gpu(cuda.get_device_name(index), tuple(cuda.get_device_capability(index)), tuple(cuda.get_arch_list()))
+    return Gpu(cuda.get_device_name(index), chips.architecture(index), tuple(cuda.get_arch_list()))
 
 
 def memory_of_all() -> list[int]:

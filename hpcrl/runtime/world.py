@@ -185,9 +185,12 @@ def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
 def use_expandable_segments(environ: dict[str, str] | os._Environ[str]) -> None:
     """Use expandable segments in torch's caching allocator, unless the user has configured it.
 
-    Roles and the KV cache allocate blocks of different sizes in turn, which fragments the GPU's memory otherwise.
+    Roles and the KV cache allocate blocks of different sizes in turn, which fragments the GPU's memory otherwise. Not
+    on AMD: ROCm before 7.0 has none, and with newer ones a copy was reported to hang
+    (https://github.com/pytorch/pytorch/issues/192259).
     """
-    if "PYTORCH_ALLOC_CONF" not in environ:  # the newer name of the variable
+    is_configured = "PYTORCH_ALLOC_CONF" in environ  # the newer name of the variable
+    if not is_configured and not gpus.amd_devices():
         environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels import packed_attention as kernel
+from hpcrl.kernels.chips import chip
 from hpcrl.kernels.packed_attention import Sequences, packed_attention
 from hpcrl.model.blocks.attention_modules import PackedAttention
 from hpcrl.model.gpt import pack
@@ -142,8 +143,8 @@ def test_flash_attention_3_comes_first_on_hopper(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     query, key, value = (part.detach().cpu() for part in made(torch.float32, 4, 2, 8, 8, int(LENGTHS.sum())))
     sequences = Sequences.of(LENGTHS, torch.device("cpu"))
-    for capability, is_first in (((9, 0), True), ((8, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+    for name, is_first in (("sm_90", True), ("sm_80", False), ("gfx942", False)):
+        monkeypatch.setattr(kernel, "chip_of", lambda device, name=name: chip(name))
         library = kernel._library.__wrapped__()
         assert (library is not None and "of_flash_attention" in library.__qualname__) == is_first
         if is_first:

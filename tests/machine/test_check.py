@@ -91,15 +91,17 @@ def test_half_installed_transformer_engine_is_named(tmp_path: Path, monkeypatch:
     assert "because Transformer Engine is half-installed" in (check.megatron_core().wrong or "")
 
 
-@pytest.mark.parametrize(("driver", "extra"), [(None, "cpu"), ((13, 0), "gpu")])
-def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch, driver: Any, extra: str) -> None:
+@pytest.mark.parametrize(("driver", "amd", "extra"), [(None, 0, "cpu"), ((13, 0), 0, "gpu"), (None, 8, "gpu")])
+def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch, driver: Any, amd: int, extra: str) -> None:
     installed = check.version_of
     monkeypatch.setattr(check, "version_of", lambda name: None if name in ("torch", "mpi4py") else installed(name))
     monkeypatch.setattr(check.gpus, "driver_cuda_version", lambda: driver)
+    monkeypatch.setattr(check.gpus, "amd_devices", lambda: amd)
     finding = check.requirements()
     assert finding.wrong is not None and finding.needed and "cpu" not in finding.found.split("extras: ")[1]
     assert "not installed: torch, mpi4py" in finding.wrong and f"`pip install 'hpcrl[{extra}]'`" in finding.wrong
-    assert f"hpcrl[{extra}]" in (check.package("mpi4py", needed=True).wrong or "")
+    advice = check.package("mpi4py", needed=True).wrong or ""
+    assert f"hpcrl[{extra}]" in advice and ("ROCm" in advice) == bool(amd)
 
 
 @pytest.mark.parametrize(("folder", "right"), [("normalization", True), ("lib", False)])

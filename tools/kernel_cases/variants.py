@@ -25,8 +25,9 @@ from hpcrl.kernels import (
     sampling_triton,
     store_heads_triton,
 )
+from hpcrl.kernels.chips import Chip, capability
 
-CHIPS = {80: "A100", 90: "H100, H200", 100: "B200"}  # by compute capability x 10
+CHIPS = {"sm_80": "A100", "sm_90": "H100, H200", "sm_100": "B200", "gfx90a": "MI250X", "gfx942": "MI300X"}
 
 
 class Resources(NamedTuple):
@@ -48,12 +49,15 @@ class KernelVariant:
     signature: dict[str, str]
     constants: dict[str, Any]
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int | None = None  # None: what Triton chooses for the chip
     maxnreg: int | None = None  # maximum registers of a thread
-    oldest: int = 80  # chip that has its dtypes
+    has_fp8: bool = False  # numbers in float8_e4m3fn
 
-    def compile(self, chip: int) -> Resources:
-        """Compile for compute capability chip / 10. Needs no GPU; Triton's interpreter must be off."""
+    def runs_on(self, chip: Chip) -> bool:
+        return not self.has_fp8 or chip.fp8 == "float8_e4m3fn"
+
+    def compile(self, chip: Chip) -> Resources:
+        """Needs no GPU; Triton's interpreter must be off."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -72,8 +76,21 @@ class KernelVariant:
             },
         )
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
-        compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+        options = {name: value for name, value in options.items() if value is not None}
+        if chip.vendor == "AMD":
+            compiled = triton.compile(source, target=GPUTarget("hip", chip.name, chip.warp_size), options=options)
+            return amd_resources(compiled.asm["amdgcn"])._replace(shared_bytes=compiled.metadata.shared)
+        major, minor = capability(chip.name)
+        target = GPUTarget("cuda", 10 * major + minor, chip.warp_size)
+        compiled = triton.compile(source, target=target, options=options)
         return resources(compiled.asm["cubin"])._replace(shared_bytes=compiled.metadata.shared)
+
+
+def amd_resources(assembly: str) -> Resources:
+    """Read registers and memory from the metadata at the end of AMD's assembly."""
+    numbers = {key: int(value) for key, value in re.findall(r"^\s*\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
+    spilled = max(numbers["private_segment_fixed_size"], 4 * numbers["vgpr_spill_count"])
+    return Resources(numbers["vgpr_count"], numbers["group_segment_fixed_size"], spilled)
 
 
 def resources(cubin: bytes) -> Resources:
@@ -89,7 +106,7 @@ def resources(cubin: bytes) -> Resources:
     return Resources(numbers["REG"], numbers["SHARED"], numbers["STACK"] + numbers["LOCAL"])
 
 
-def _decode_attention_variants() -> list[KernelVariant]:
+def _decode_attention_variants(chip: Chip) -> list[KernelVariant]:
     """Heads of 128 and of 64 with 4 queries each, and latent attention with 16 queries; caches in bf16 and 8 bits."""
     found = []
     for groups, per_head, key, value, bits in (
@@ -99,7 +116,9 @@ def _decode_attention_variants() -> list[KernelVariant]:
         (8, 4, 128, 128, 8),
         (1, 16, 576, 512, 8),
     ):
-        launch = decode_attention_triton.attend_launch(groups, per_head, key, value, value, key > value, 32, bits // 8)
+        launch = decode_attention_triton.attend_launch(
+            groups, per_head, key, value, value, key > value, 32, bits // 8, chip.shared_bytes
+        )
         cached = dict.fromkeys(("keys", "values"), "*bf16" if bits == 16 else "*fp8e4nv")
         inputs = {"queries": "*bf16"} | cached | dict.fromkeys(("blocks", "parts"), "*i32")
         temporary = dict.fromkeys(("totals", "maxima", "sums"), "*fp32")
@@ -111,7 +130,7 @@ def _decode_attention_variants() -> list[KernelVariant]:
                 inputs | temporary | {"scale": "fp32"},
                 launch.constants,
                 launch.num_warps,
-                oldest=89 if bits == 8 else 80,
+                has_fp8=bits == 8,
             )
         )
         if bits == 8:
@@ -146,12 +165,12 @@ def _exact_product_variants() -> list[KernelVariant]:
     return found
 
 
-def _exact_attention_variants() -> list[KernelVariant]:
+def _exact_attention_variants(chip: Chip) -> list[KernelVariant]:
     """Qwen2.5's heads, in fp32 too, Qwen3's, narrow and wide ones."""
     found = []
     cases = (2, 6, 128, 10, 2), (8, 4, 128, 16, 2), (8, 4, 64, 16, 2), (1, 8, 256, 8, 2), (2, 6, 128, 2, 4)
     for groups, per_head, width, tokens, itemsize in cases:
-        constants = exact_attention_triton.constants(groups, per_head, width, 32, itemsize, tokens)
+        constants = exact_attention_triton.constants(groups, per_head, width, 32, itemsize, tokens, chip.shared_bytes)
         operand = "bf16" if itemsize == 2 else "fp32"
         pointers = dict.fromkeys(("queries", "keys", "values", "outputs"), f"*{operand}")
         pointers |= dict.fromkeys(("blocks", "tiles"), "*i32") | {"scale": "fp32"}
@@ -259,7 +278,7 @@ def _fp8_matrix_variants() -> list[KernelVariant]:
             fp8_matrix_triton.quantize,
             {"values": "*bf16", "numbers": "*fp8e4nv", "scales": "*fp32", "stride": "i32", "cols": "i32"},
             fp8_matrix_triton.constants(cols),
-            oldest=89,
+            has_fp8=True,
         )
         for cols in (1536, 8960)
     ]
@@ -275,8 +294,9 @@ def _store_heads_variants() -> list[KernelVariant]:
         sizes = {"BIAS": bias, "NORM": not bias} | store_heads_triton.constants(groups, per_head, 128, 32)
         numbers = dict.fromkeys(("blocks", "offsets"), "*i64") | {"stride": "i32", "eps": "fp32"}
         title = f"store_heads {groups} x {per_head} of 128" + (" in 8 bits" if cached != "bf16" else "")
-        oldest = 80 if cached == "bf16" else 89
-        found.append(KernelVariant(title, store_heads_triton.store, pointers | numbers, sizes, oldest=oldest))
+        found.append(
+            KernelVariant(title, store_heads_triton.store, pointers | numbers, sizes, has_fp8=cached != "bf16")
+        )
     return found
 
 
@@ -326,13 +346,13 @@ def _pack_variants() -> list[KernelVariant]:
                 {"table": "*i64", "owner": "*i32"},
                 pack_triton.copy_constants(source, rounded, destination, vector),
                 pack_triton.NUM_WARPS,
-                oldest=80 if rounded is None else 89,
+                has_fp8=destination is fp8,
             )
         )
     return found
 
 
-def _sampling_variants() -> list[KernelVariant]:
+def _sampling_variants(chip: Chip) -> list[KernelVariant]:
     """A vocabulary of 151,936."""
     numbers = {"chunks": "i32", "vocab_size": "i32", "temperature": "fp32"}
     found = []
@@ -352,8 +372,7 @@ def _sampling_variants() -> list[KernelVariant]:
                     sampling_triton.find_bounds,
                     bounded,
                     sizes | filters,
-                    16,
-                    maxnreg=sampling_triton.MAX_REGISTERS,
+                    **sampling_triton.bound_options(chip),
                 )
             )
         drawn = {"logits": f"*{name}", "uniform": "*fp64", "maxima": "*fp32", "sums": "*fp64"} | lists
@@ -368,11 +387,12 @@ def _sampling_variants() -> list[KernelVariant]:
     return found
 
 
-def kernel_variants() -> list[KernelVariant]:
+def kernel_variants(chip: Chip) -> list[KernelVariant]:
+    """As they run on `chip`. Each chip has the same ones, with other constants."""
     return [
-        *_decode_attention_variants(),
+        *_decode_attention_variants(chip),
         *_exact_product_variants(),
-        *_exact_attention_variants(),
+        *_exact_attention_variants(chip),
         *_rms_norm_variants(),
         *_swiglu_variants(),
         *_expert_gradients_variants(),
@@ -382,5 +402,5 @@ def kernel_variants() -> list[KernelVariant]:
         *_fp8_matrix_variants(),
         *_linear_log_prob_variants(),
         *_pack_variants(),
-        *_sampling_variants(),
+        *_sampling_variants(chip),
     ]

@@ -13,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from hpcrl.kernels.chips import chip_of
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.packed_attention import add_sinks, by_library, causal_attention, is_fused, window_mask
 from hpcrl.kernels.store_heads import HeadWeights
@@ -302,9 +303,9 @@ class AttentionStep:
 
 
 def _lower_right(queries: int, keys: int, window: int | None, device: torch.device, num_sinks: int) -> Tensor:
-    """Return the mask of queries that are the last ones of a causal sequence; on a GPU a symbolic mask that kernels
-    recognise, if there is no window. All queries attend to `num_sinks` keys before the sequence."""
-    if device.type == "cuda" and window is None:
+    """Return the mask of queries that are the last ones of a causal sequence; on a GPU whose kernels recognise it a
+    symbolic mask, if there is no window. All queries attend to `num_sinks` keys before the sequence."""
+    if device.type == "cuda" and window is None and chip_of(device).lower_right:
         from torch.nn.attention.bias import causal_lower_right  # slow import (0.5 s), which loads the compiler
 
         return causal_lower_right(queries, keys + num_sinks)

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcrl.machine.check import Finding, cuda, package, torch
+from hpcrl.machine.check import Finding, gpu, package, torch
 from hpcrl.rollout.engines.tensorrt_llm import start
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import abort
@@ -149,7 +149,7 @@ def compared(load: Import) -> list[Finding]:
 
 
 def _gpu() -> Finding:
-    seen = cuda()
-    if "x" in seen.found.split() and seen.wrong is None:
+    seen = gpu()
+    if seen.name == "CUDA" and "x" in seen.found.split() and seen.wrong is None:
         return seen
     return Finding(seen.name, seen.found, seen.wrong or "TensorRT-LLM needs CUDA and a GPU; use rollout.engine=native")
