@@ -1,8 +1,8 @@
 """Train a template, then print a row of its figures: `python tools/gpu/job.py TEMPLATE NAME [key=value ...]`.
 
 Means over the steps after the first, which compiles and captures, without one of which a profile is taken. The second
-row is the forecast: times for the chip's published figures, and what `hpcrl plan` expects at most. Weights are drawn on
-the device.
+row is the forecast: times for the machine of tools/gpu/models.py, and what `hpcrl plan` expects at most. Weights are
+drawn on the device. With --done in place of NAME it only prints the rows, of a run that has ended.
 """
 
 from __future__ import annotations
@@ -45,15 +45,24 @@ Line = dict[str, float]
 
 
 def main(template: Path, name: str, overrides: Sequence[str]) -> int:
+    if name == "--done":
+        return describe(template, overrides)
     overrides = [*overrides, f"run.name={name}", *rehearsed(template)]
     train = [sys.executable, str(Path(__file__).with_name("train.py")), "train", str(template), *overrides]
     code = subprocess.run(train).returncode
     if code:
         print(f"fail: hpcrl train ended with code {code}")
         return code
+    return describe(template, overrides)
+
+
+def describe(template: Path, overrides: Sequence[str]) -> int:
     config = config_of(template, *overrides)
     folder = run_directory(config)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if not lines:
+        print("fail: the run has no steps")
+        return 1
     traces = ", ".join(path.name for path in sorted(folder.glob("profile/*")))
     steady = [line for line in lines[1:] if line["training/global_step"] not in config.trainer.profile_steps] or lines
     print_table(steady, lines, TrainingPlan(config))

@@ -5,6 +5,7 @@ Weights are random ones, drawn on the device. The kernels are those of one updat
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 
 from hpcrl.batch.data_proto import DataProto, TensorBatch
 from hpcrl.batch.ragged import Ragged
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, DdpConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.forecast.memory.memory import GIB, TrainingPlan
 from hpcrl.forecast.time.lengths import Lengths
@@ -29,6 +30,7 @@ from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from tools.gpu.models import DENSE, LORA, MIXTURE, REHEARSAL, config_of, machine, shape_of
+from tools.gpu.outcome import Skip
 from tools.gpu.profiles import kernels_of, print_kernels, profiler
 from tools.gpu.weights import draw_on_the_device
 
@@ -58,6 +60,30 @@ mixture = partial(of, template=MIXTURE)
 lora = partial(of, template=LORA, tokens=TOKENS // 2)  # whose activations fit 80 GB
 
 
+def overlap(world: World) -> str:
+    """The dense model's update by replicas on all ranks: communication after computation, and beside it."""
+    if world.size == 1:
+        raise Skip("one rank has no other replicas")
+    if world.device.type == "cuda" and not accelerator.has_nccl():
+        raise Skip("ranks that share a GPU block in each transfer")
+    count, layout, found = TOKENS // (PROMPT + RESPONSE), Layout(tuple(range(world.size))), {}
+    config = config_of(DENSE, *sizes(count * MICRO_BATCHES, TOKENS))
+    for reduces, gathers in ((False, False), (True, False), (True, True)):
+        ddp = DdpConfig(overlap_grad_reduce=reduces, overlap_param_gather=gathers)
+        step = partial(update, made(world, config, DENSE, layout, ddp), batch_of(count * MICRO_BATCHES), TOKENS, config)
+        seconds, norm = timed(step, world.device)
+        found[reduces, gathers] = max(world.all_gather_object(seconds)), norm
+        del step
+        gc.collect()  # the next engine needs its memory
+    if world.rank == 0:
+        print("| gradients reduced | weights gathered | update, s | gradient norm |\n|---|---|---:|---:|")
+        for modes, (seconds, norm) in found.items():
+            beside = " | ".join("beside computation" if mode else "after it" for mode in modes)
+            print(f"| {beside} | {seconds:.3f} | {norm:.5g} |", flush=True)
+    least, most = found[True, True][0], found[False, False][0]
+    return f"{world.size} replicas: {least:.3f} s an update with overlap, {most:.3f} without"
+
+
 def sizes(count: int, tokens: int) -> tuple[str, ...]:
     """The job whose update this is, for the forecast: eight samples of each prompt, as the templates have."""
     prompts = count // 8
@@ -68,9 +94,12 @@ def sizes(count: int, tokens: int) -> tuple[str, ...]:
     )
 
 
-def made(world: World, config: Config, template: Path) -> TrainEngine:
+def made(
+    world: World, config: Config, template: Path, layout: Layout | None = None, ddp: DdpConfig | None = None
+) -> TrainEngine:
+    """layout: this rank by itself unless said otherwise."""
     draw_on_the_device()
-    groups = make_groups({"actor": Layout((world.rank,))}, world.rank)["actor"]
+    groups = make_groups({"actor": layout or Layout((world.rank,))}, world.rank)["actor"]
     model = config.model
     return TrainEngine(
         shape_of(template),
@@ -84,6 +113,7 @@ def made(world: World, config: Config, template: Path) -> TrainEngine:
         gradient_accumulation_fusion=model.gradient_accumulation_fusion,
         lora=Lora.from_config(model),
         head_chunk_tokens=config.trainer.head_chunk_tokens,
+        ddp=ddp,
     )
 
 
