@@ -28,7 +28,7 @@ COLUMNS = (
     ("log-probs", "timing_s/old_log_prob", "{:.2f}"),
     ("update", "timing_s/update_actor", "{:.2f}"),
     ("refit", "timing_s/update_weights", "{:.2f}"),
-    ("tokens/s", "perf/throughput", "{:,.0f}"),
+    ("tokens/s a rank", "perf/throughput", "{:,.0f}"),
     ("MFU of log-probs", "perf/mfu/actor_infer", "{:.1%}"),
     ("MFU of update", "perf/mfu/actor", "{:.1%}"),
 )
@@ -87,7 +87,8 @@ def forecast(job: TrainingPlan) -> Line:
     found = predict(job, machine(), Lengths.fixed(data.max_prompt_length, data.max_response_length))
     line = {f"timing_s/{name}": seconds for name, seconds in found.phases.items()}
     peak = tightest(job.rows()).total / GIB
-    return line | {"timing_s/step": found.step, "perf/throughput": found.tokens_per_second, PEAKS[0][1]: peak}
+    rate = found.tokens_per_second / (job.config.job.nodes * job.config.job.ntasks_per_node)  # of a rank, as in metrics
+    return line | {"timing_s/step": found.step, "perf/throughput": rate, PEAKS[0][1]: peak}
 
 
 def cell(lines: list[Line], metric: str, form: str, over) -> str:

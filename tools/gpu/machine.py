@@ -16,7 +16,7 @@ from hpcrl.engine.refit.transports import nodes_of
 from hpcrl.machine.check_job import cuda_driver
 from hpcrl.runtime.launcher import library_name
 from hpcrl.runtime.world import World
-from tools.gpu.outcome import Failed, require
+from tools.gpu.outcome import Failed, print_head, print_row, require
 
 PACKAGES = (
     *("megatron-core", "mpi4py", "numpy", "pydantic", "transformers", "triton", "safetensors", "h5py", "pyarrow"),
@@ -42,15 +42,15 @@ def versions_with_tests(world: World) -> str:
 
 
 def job(world: World) -> str:
-    """The same without tests, and what the job's nodes have, without their names."""
+    """Versions, and what the job's nodes have, without their names."""
     ranks = world.all_gather_object((nodes_of(world.comm)[world.rank], chips(world), cuda_driver() or "-", adapters()))
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(NETWORK)]
-    if world.rank == 0:
-        print("| node | ranks | of each | driver | network adapters |\n|---|---:|---|---|---|")
-        for number, ((_, *cells), count) in enumerate(Counter(ranks).items()):
-            print(f"| {number} | {count} | {' | '.join(cells)} |")
-        print(f"\n| variables of the network |\n|---|\n| {' '.join(variables) or 'none'} |", flush=True)
-    return described(world, PACKAGES, MODULES)
+    print_head(world, "node", "ranks", "of each", "driver", "network adapters")
+    for number, ((_, *cells), count) in enumerate(Counter(ranks).items()):
+        print_row(world, number, count, *cells)
+    print_head(world, "variables of the network")
+    print_row(world, " ".join(variables) or "none")
+    return described(world, (*PACKAGES, "pytest"), (*MODULES, "tests.mpi.layouts"))
 
 
 def chips(world: World) -> str:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# How does hpcrl run on several GPUs? 2 to 16 of them on 1 or 2 nodes, 20 minutes, one report to send back. In the checkout:
+# How does hpcrl run on 2 to 16 GPUs of 1 or 2 nodes? 20 minutes, one report to send back. In the checkout:
 #   sbatch --nodes=2 --gpus-per-node=4 tools/gpu/multi.sh [--rehearse] [--only PATTERN] [-o REPORT.md]
 #   bash tools/gpu/multi.sh ...      the same in an allocation (salloc), or on one node without Slurm by mpiexec
-# Options and exit code: common.sh; site's variables (HPCRL_VENV, HPCRL_MODULES, HPCRL_MPI, ...): slurm/common.sh. With one
-# GPU, two ranks share it, without NCCL. The report has no names of hosts and users and no absolute paths.
+# Options and exit code: common.sh. Variables of a site (HPCRL_VENV, HPCRL_MODULES, HPCRL_MPI, ...): slurm/common.sh.
+# With one GPU, two ranks share it, without NCCL. The report has no names of hosts and users and no absolute paths.
 # --rehearse: four ranks without GPUs, small shapes.
 #SBATCH --job-name=gpu_multi
 #SBATCH --nodes=1
@@ -14,7 +14,7 @@
 script=multi machine="several GPUs"
 kit=$(dirname "${BASH_SOURCE[0]}")
 [[ -f $kit/report.sh ]] || kit=${SLURM_SUBMIT_DIR:-.}/tools/gpu # sbatch runs a copy
-[[ -f $kit/report.sh ]] || { echo "multi: error: no $kit/report.sh here; submit from the checkout's folder" >&2; exit 2; }
+[[ -f $kit/report.sh ]] || { echo "multi: error: no $kit/report.sh; submit from the checkout's folder" >&2; exit 2; }
 source "$kit/report.sh"
 
 line() { printf '%s\n' "$*" | private | tee -a "$report"; }
@@ -34,14 +34,15 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
     nodes=$SLURM_JOB_NUM_NODES
     # start RANKS_PER_NODE NODES: sets started, the start of a command
     start() {
-        started=(srun ${hpcrl_mpi:+--mpi="$hpcrl_mpi"} --disable-status --kill-on-bad-exit=1 --wait=60 --nodes="$2"
-            --ntasks="$(($1 * $2))" --ntasks-per-node="$1" --cpus-per-task="$((SLURM_CPUS_ON_NODE > $1 ? SLURM_CPUS_ON_NODE / $1 : 1))"
+        local cpus=$((SLURM_CPUS_ON_NODE > $1 ? SLURM_CPUS_ON_NODE / $1 : 1))
+        started=(srun ${hpcrl_mpi:+--mpi="$hpcrl_mpi"} --disable-status --kill-on-bad-exit=1 --wait=60
+            --nodes="$2" --ntasks="$(($1 * $2))" --ntasks-per-node="$1" --cpus-per-task="$cpus"
             --cpu-bind="${HPCRL_CPU_BIND:-cores}" "${hpcrl_srun_options[@]}" "${hpcrl_python[@]}")
     }
 else
     nodes=1
     find_launcher
-    ((${#launch[@]})) || die "$(dirname "$python")/mpiexec starts no ranks; use sbatch, or an environment with an MPI library"
+    ((${#launch[@]})) || die "mpiexec beside $python starts no ranks; use sbatch, or install MPI"
     start() { started=("${launch[@]}" "$1" "$python"); }
 fi
 
@@ -57,7 +58,7 @@ read -r _ _ gpus gib name <<<"$(sort -n -k 3 <<<"$seen" | head -n 1)"
 if [[ $rehearsal == yes ]]; then
     per_node=$((nodes > 1 ? 2 : 4)) gib=80
 elif ((gpus == 0)); then
-    die "torch finds no GPU on a node; sbatch needs --gpus-per-node, and --rehearse goes through the checks without GPUs"
+    die "torch finds no GPU on a node; sbatch needs --gpus-per-node, and --rehearse works without"
 elif ((gpus * nodes == 1)); then
     export HPCRL_SHARE_GPU=1
     per_node=2 gib=$((gib / 2)) hardware="TWO RANKS SHARE ONE GPU, without NCCL: $name"
@@ -97,7 +98,8 @@ data=(run.dir="$work/runs" "data.train_files=[$work/data/train.parquet]")
 read -ra sized <<<"$("${one[@]}" -m tools.gpu.models "$nodes" "$per_node" "$gib" | tail -n 1)"
 large=(tools/gpu/grpo_8b.yaml "${data[@]}" "${sized[@]}")
 read -ra sized <<<"$(HPCRL_GPU_REHEARSAL=1 "${one[@]}" -m tools.gpu.models "$nodes" "$per_node" "$gib" | tail -n 1)"
-small=(tools/gpu/grpo_8b.yaml "${data[@]}" "${sized[@]}" run.full_determinism=true trainer.total_training_steps=6 trainer.save_freq=2)
+small=(tools/gpu/grpo_8b.yaml "${data[@]}" "${sized[@]}"
+    run.full_determinism=true trainer.total_training_steps=6 trainer.save_freq=2)
 export HPCRL_GPU_MACHINE=$work/measured.yaml
 
 # With random weights: a run of six steps, whose last rank is killed at its first checkpoint, and a run without.
@@ -110,7 +112,13 @@ killed_and_resumed() {
     fi
     steps=$(wc -l <"$run/metrics.jsonl")
     "${all[@]}" -m hpcrl train "${small[@]}" run.name=killed
-    "${one[@]}" -m tools.gpu.runs "$run" "$work/runs/straight" && echo "pass: killed after $steps steps, resumed: the same metrics"
+    "${one[@]}" -m tools.gpu.runs "$run" "$work/runs/straight"
+    echo "pass: killed after $steps steps, resumed: the same metrics"
+}
+
+trained() {
+    "${all[@]}" tools/gpu/train.py train "${large[@]}"
+    echo "pass: $(wc -l <"$work/runs/grpo_8b/metrics.jsonl") steps with ${large[*]:3}"
 }
 
 ranks "environment" 60 machine job
@@ -123,7 +131,7 @@ ranks "refit of 1.5B weights between layouts" 60 refit planned
 ranks "TP, PP, CP, EP and DP against one rank" 100 parity layouts
 ranks "overlap of communication and computation" 90 update overlap
 several "kill -9 of a rank, and resume" 200 killed_and_resumed
-part "GRPO of an 8B shape, 10 steps" 350 "${all[@]}" tools/gpu/train.py train "${large[@]}"
+several "GRPO of an 8B shape, 10 steps" 350 trained
 part "measured beside predicted" 60 "${one[@]}" tools/gpu/job.py tools/gpu/grpo_8b.yaml --done "${large[@]:1}"
 line ""
 line "Please send this file: an issue of the kind 'Report from several GPUs'."

@@ -22,7 +22,7 @@ from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World, start_mpi, start_torch
 from tools.gpu.models import REHEARSAL
-from tools.gpu.outcome import Skip, require
+from tools.gpu.outcome import Skip, print_head, print_row, require
 
 TIMEOUT, HELD = 5.0, 15.0  # seconds: of the collective, and how long its stream is busy with something else
 GRACE = 60.0  # of the process's start and end
@@ -67,12 +67,6 @@ def all_gather(mine: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def reduce_scatter(mine: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    part = len(mine) // group.size()
-    dist.reduce_scatter_tensor(whole[:part], mine[: part * group.size()], group=group)
-    return whole[:part]
-
-
 def ring(mine: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Each rank sends to the next one, as pipeline stages do."""
     got, place = whole[: len(mine)], group.rank()
@@ -92,14 +86,9 @@ class Call(NamedTuple):
 
 
 CALLS = {
-    "all-reduce": Call(all_reduce, lambda every, place: sum(every), lambda size: 2 * (size - 1) / size),
-    "all-gather": Call(all_gather, lambda every, place: torch.cat(every), lambda size: size - 1),
-    "reduce-scatter": Call(
-        reduce_scatter,
-        lambda every, place: sum(every).narrow(0, place * (ELEMENTS // len(every)), ELEMENTS // len(every)),
-        lambda size: (size - 1) / size,
-    ),
-    "point to point": Call(ring, lambda every, place: every[place - 1], lambda size: 1),
+    "all-reduce": Call(all_reduce, lambda every, _: torch.stack(every).sum(0), lambda size: 2 * (size - 1) / size),
+    "all-gather": Call(all_gather, lambda every, _: torch.cat(every), lambda size: size - 1),
+    "point to point": Call(ring, lambda every, place: every[place - 1], lambda _: 1),
 }
 
 
@@ -110,23 +99,16 @@ def groups(world: World) -> str:
     if not sizes:
         raise Skip("one rank has no groups")
     roles = make_groups({f"TP{size}": Layout(tuple(range(world.size)), tp=size) for size in sizes}, world.rank)
-    nodes, rows = nodes_of(world.comm), []
+    nodes, count = nodes_of(world.comm), 0
+    print_head(world, "GB/s", "ranks of the first group", "nodes", *CALLS)
     for (name, role), axis in product(roles.items(), ("tp", "dp")):
         first = role.layout.groups(axis)[0]
         if len(first) > 1:
-            rates = [measured(world, getattr(role, axis), call) for call in CALLS.values()]
-            rows.append((f"{axis.upper()} of {name}", first, len({nodes[rank] for rank in first}), rates))
-    if world.rank == 0:
-        print_rates(rows)
-    count = len(rows) * len(CALLS)
+            rates = [f"{measured(world, getattr(role, axis), call):.3g}" for call in CALLS.values()]
+            spread = len({nodes[rank] for rank in first})
+            print_row(world, f"{axis.upper()} of {name}", " ".join(map(str, first)), spread, *rates)
+            count += len(CALLS)
     return f"{count} collectives equal the CPU's values, {4 * ELEMENTS / 1e6:.2f} MB of each rank, {dist.get_backend()}"
-
-
-def print_rates(rows: list[tuple[str, tuple[int, ...], int, list[float]]]) -> None:
-    print(f"| GB/s | ranks of the first group | nodes | {' | '.join(CALLS)} |\n|---|---|{'---:|' * (1 + len(CALLS))}")
-    for name, ranks, spread, rates in rows:
-        cells = " | ".join(f"{rate:.3g}" for rate in rates)
-        print(f"| {name} | {' '.join(map(str, ranks))} | {spread} | {cells} |", flush=True)
 
 
 def measured(world: World, group: dist.ProcessGroup, call: Call) -> float:

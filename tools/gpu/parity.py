@@ -15,7 +15,7 @@ from hpcrl.runtime.groups import RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from tests.mpi.layouts import MIXTURE, SGD, SHAPE, gradients, make_batch, part_of, policy_loss, slice_errors
-from tools.gpu.outcome import Skip, require
+from tools.gpu.outcome import Skip, print_head, print_row, require
 
 # The rest are replicas.
 DENSE = ({"tp": 2}, {"pp": 2}, {"cp": 2}, {}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2, "vpp": 2}, {"tp": 4})
@@ -45,18 +45,16 @@ def layouts(world: World) -> str:
     named = {f"{number}": layout for number, layout in enumerate(cases.values())}
     roles = make_groups({**named, **{f"rank {rank}": Layout((rank,)) for rank in everyone}}, world.rank)
     alone = {shape: computed(shape, roles[f"rank {world.rank}"], batch) for shape in (SHAPE, MIXTURE)}
-    rows = []
+    most = 0.0
+    print_head(world, "layout", "log-probs", "gradient norm, relative", "gradients, of their norm")
     for number, (shape, name) in enumerate(cases):
         mine = errors(computed(shape, roles[str(number)], part_of(batch, roles[str(number)])), alone[shape])
         worst = [max(each) for each in zip(*world.all_gather_object(mine), strict=True)]
-        rows.append((name + ", experts" * (shape is MIXTURE), worst))
-    if world.rank == 0:
-        print("| layout | log-probs | gradient norm, relative | gradients, of their norm |\n|---|---:|---:|---:|")
-        print("\n".join(f"| {name} | {' | '.join(f'{it:.1e}' for it in worst)} |" for name, worst in rows), flush=True)
-    for name, worst in rows:
-        require(max(worst) <= MOST, f"{name} is off by {max(worst):.1e} from one rank; expected at most {MOST:.0e}")
-    off = max(max(worst) for _, worst in rows)
-    return f"{len(rows)} layouts of {world.size} ranks equal one rank to {off:.1e}; expected at most {MOST:.0e}"
+        print_row(world, name + ", experts" * (shape is MIXTURE), *(f"{error:.1e}" for error in worst))
+        most = max(most, *worst)
+    line = f"{len(cases)} layouts of {world.size} ranks differ from one rank by {most:.1e}"
+    require(most <= MOST, f"{line}; expected at most {MOST:.0e}")
+    return f"{line}, of {MOST:.0e}"
 
 
 def fits(ranks: int, sizes: dict[str, int]) -> bool:

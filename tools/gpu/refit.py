@@ -23,7 +23,7 @@ from hpcrl.runtime import accelerator
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from tools.gpu.models import DENSE, shape_of
-from tools.gpu.outcome import Skip, require
+from tools.gpu.outcome import Skip, print_head, print_row, require
 from tools.gpu.weights import SHAPE, held, whole_weights
 
 REPETITIONS = 6  # the first is left out
@@ -83,10 +83,9 @@ def planned(world: World) -> str:
     busiest rank's bytes take at the fastest link's bandwidth."""
     if world.size == 1:
         raise Skip("one rank moves nothing between ranks")
-    model, nodes = shape_of(DENSE), tuple(nodes_of(world.comm))
+    model, nodes, count = shape_of(DENSE), tuple(nodes_of(world.comm)), 0
     link = fastest_link(world, nodes)
-    rows = ["| refit | MB moved | between nodes | busiest rank | ms | at the link's bandwidth | times |"]
-    rows.append(f"|---|{'---:|' * 6}")
+    print_head(world, "refit", "MB moved", "between nodes", "busiest rank", "ms", "at the link's bandwidth", "times")
     for source, destination in pairs(tuple(range(world.size))):
         if model.num_query_groups % max(source.tp, destination.tp):
             continue
@@ -96,13 +95,11 @@ def planned(world: World) -> str:
         if not busiest:
             continue  # each rank has its own
         seconds = moved(world, model, source, destination, traffic)
-        moves = sum(it.received for it in traffic.values())
-        megabytes = (f"{nbytes / 1e6:.1f}" for nbytes in (moves, resharding.cross_node_bytes(), busiest))
-        times = f"{seconds * 1e3:.1f} | {busiest / link * 1e3:.1f} | {seconds * link / busiest:.1f}"
-        rows.append(f"| {named(source)} to {named(destination)} | {' | '.join(megabytes)} | {times} |")
-    if world.rank == 0:
-        print("\n".join(rows), flush=True)
-    return f"{len(rows) - 2} refits with the planned bytes and equal checksums; fastest link {link / 1e9:.1f} GB/s"
+        moves = (sum(it.received for it in traffic.values()), resharding.cross_node_bytes(), busiest)
+        cells = (*(nbytes / 1e6 for nbytes in moves), seconds * 1e3, busiest / link * 1e3, seconds * link / busiest)
+        print_row(world, f"{named(source)} to {named(destination)}", *(f"{cell:.1f}" for cell in cells))
+        count += 1
+    return f"{count} refits with the planned bytes and equal checksums; fastest link {link / 1e9:.1f} GB/s"
 
 
 def fastest_link(world: World, nodes: tuple[int, ...]) -> float:
@@ -115,15 +112,16 @@ def moved(
     world: World, model: ModelShape, source: Layout, destination: Layout, traffic: Mapping[int, RankTraffic]
 ) -> float:
     """Median seconds until the last rank has its weights. Collective."""
-    moving, seconds, least = started(world, model, source, destination, verify="always"), [], RankTraffic(0, 0, 0)
+    moving, seconds = started(world, model, source, destination, verify="always"), []
     mine, target = (weights_of(model, layout, world) for layout in (source, destination))
     for _ in range(REPETITIONS):
         world.barrier()
-        report = moving.run(mine, target) if moving else None
-        seconds.append(max(world.all_gather_object(report.seconds if report else 0.0)))
-        found = (report.bytes_sent, report.bytes_received) if report else (0, 0)
-        expected = traffic.get(world.rank, least)[:2]
-        require(found == expected, f"rank {world.rank} sent and received {found} bytes; planned were {expected}")
+        took = 0.0
+        if moving:
+            report = moving.run(mine, target)
+            took, found = report.seconds, (report.bytes_sent, report.bytes_received)
+            require(found == traffic[world.rank][:2], f"{found} bytes sent, received; planned {traffic[world.rank]}")
+        seconds.append(max(world.all_gather_object(took)))
     if moving:
         moving.close()
     return statistics.median(seconds[1:])

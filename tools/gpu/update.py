@@ -30,7 +30,7 @@ from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from tools.gpu.models import DENSE, LORA, MIXTURE, REHEARSAL, config_of, machine, shape_of
-from tools.gpu.outcome import Skip
+from tools.gpu.outcome import Skip, print_head, print_row
 from tools.gpu.profiles import kernels_of, print_kernels, profiler
 from tools.gpu.weights import draw_on_the_device
 
@@ -46,7 +46,7 @@ def of(world: World, template: Path, tokens: int = TOKENS) -> str:
     seconds, norm = timed(step, world.device)
     peak = torch.cuda.max_memory_allocated() / GIB if world.device.type == "cuda" else None
     expected, planned = forecast(config)
-    print_row(template, count, seconds, expected, peak, planned)
+    print_forecast(template, count, seconds, expected, peak, planned)
     if world.device.type == "cuda":
         with profiler() as profiled:
             step()
@@ -66,22 +66,19 @@ def overlap(world: World) -> str:
         raise Skip("one rank has no other replicas")
     if world.device.type == "cuda" and not accelerator.has_nccl():
         raise Skip("ranks that share a GPU block in each transfer")
-    count, layout, found = TOKENS // (PROMPT + RESPONSE), Layout(tuple(range(world.size))), {}
-    config = config_of(DENSE, *sizes(count * MICRO_BATCHES, TOKENS))
-    for reduces, gathers in ((False, False), (True, False), (True, True)):
-        ddp = DdpConfig(overlap_grad_reduce=reduces, overlap_param_gather=gathers)
-        step = partial(update, made(world, config, DENSE, layout, ddp), batch_of(count * MICRO_BATCHES), TOKENS, config)
-        seconds, norm = timed(step, world.device)
-        found[reduces, gathers] = max(world.all_gather_object(seconds)), norm
-        del step
-        gc.collect()  # the next engine needs its memory
-    if world.rank == 0:
-        print("| gradients reduced | weights gathered | update, s | gradient norm |\n|---|---|---:|---:|")
-        for modes, (seconds, norm) in found.items():
-            beside = " | ".join("beside computation" if mode else "after it" for mode in modes)
-            print(f"| {beside} | {seconds:.3f} | {norm:.5g} |", flush=True)
-    least, most = found[True, True][0], found[False, False][0]
-    return f"{world.size} replicas: {least:.3f} s an update with overlap, {most:.3f} without"
+    count, layout = MICRO_BATCHES * (TOKENS // (PROMPT + RESPONSE)), Layout(tuple(range(world.size)))
+    config = config_of(DENSE, *sizes(count, TOKENS))
+    print_head(world, "gradients reduced", "weights gathered", "update, s", "gradient norm")
+    for modes in ((False, False), (True, False), (True, True)):
+        ddp = DdpConfig(overlap_grad_reduce=modes[0], overlap_param_gather=modes[1])
+        engine = made(world, config, DENSE, layout, ddp)
+        seconds, norm = timed(partial(update, engine, batch_of(count), TOKENS, config), world.device)
+        slowest = max(world.all_gather_object(seconds))
+        beside = ("beside computation" if mode else "after it" for mode in modes)
+        print_row(world, *beside, f"{slowest:.3f}", f"{norm:.5g}")
+        del engine
+        gc.collect()  # the next one needs its memory
+    return f"{world.size} replicas: {slowest:.3f} s an update with overlap"
 
 
 def sizes(count: int, tokens: int) -> tuple[str, ...]:
@@ -153,7 +150,9 @@ def forecast(config: Config) -> tuple[float, float]:
     return seconds, (job.states["actor", 0].total + row.activations + row.logits) / GIB
 
 
-def print_row(template: Path, count: int, seconds: float, expected: float, peak: float | None, planned: float) -> None:
+def print_forecast(
+    template: Path, count: int, seconds: float, expected: float, peak: float | None, planned: float
+) -> None:
     shape, lengths = shape_of(template), [PROMPT + RESPONSE] * count
     flops = training_flops(shape, lengths, count * RESPONSE, has_adapters=template == LORA)
     top = peak_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
