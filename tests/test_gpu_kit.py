@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ SCRIPT = f"""
 source {KIT}/common.sh
 check "one that passes" 5 echo "pass: as expected"
 check "a table" 5 printf '%s\\n' "| a | b |" "|---|---|" "| 1 | 2 |" "3 rows"
+shown=2 check "one with its log" 5 printf '%s\\n' "first" "second" "third"
 check "one that fails" 5 bash -c 'echo "from the log"; echo "fail: 1 found; expected 2"; exit 1'
 check "one that crashes" 5 bash -c 'echo "pass: too early"; exit 3'
 check "one that fails with code 0" 5 bash -c 'echo "fail: after all"'
@@ -31,6 +33,9 @@ SAID = [
     "| a | b |",
     "|---|---|",
     "| 1 | 2 |",
+    "- **pass** one with its log: third",
+    "second",
+    "third",
     "- **fail** one that fails: 1 found; expected 2",
     "from the log",
     "fail: 1 found; expected 2",
@@ -41,7 +46,7 @@ SAID = [
     "- **skip** one that is skipped: no such chip",
     "- **fail** one that hangs: not ended after 6 s",
     "- **fail** one that has no time: not run: the time of all checks is used up",
-    "2 passed, 5 failed, 1 skipped",
+    "3 passed, 5 failed, 1 skipped",
 ]
 
 
@@ -50,7 +55,7 @@ def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", script, *arguments], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", ["experts", "exact", "correct", "speed", "job", "engines"])
+@pytest.mark.parametrize("name", ["experts", "exact", "correct", "speed", "job", "engines", "multi"])
 @pytest.mark.parametrize("arguments", [["--rehearsal"], ["-o"], ["-o", "/no/such/folder/report.md"]])
 def test_a_wrong_argument_is_one_line(name: str, arguments: list[str]) -> None:
     ended = run(KIT / f"{name}.sh", *arguments)
@@ -113,6 +118,34 @@ def test_a_part_runs_alone_in_a_rehearsal(name: str, part: str, head: str, tmp_p
     report = (tmp_path / "report.md").read_text()
     assert report.count("- **pass**") == 1 and "1 passed, 0 failed, 0 skipped" in report
     assert head in report
+
+
+PRIVATE = """
+on n17 and n18.cluster.edu (ranks 0-3), 10.1.2.3 (hsn0), fe80::1ff:fe23:4567:890a, at 12:30:45, of abc-12
+  File "/home/me/hpcrl/model/a.py", line 3; PATH=/usr/bin:/opt/x/y; `/a/b`; file:///scratch/p/run
+torch 2.11.0, 3.6 GB/s and/or TP1 / PP2: see https://docs.rs/a/b
+"""
+SENT = """
+on NODE0 and NODE1 (ranks 0-3), ADDRESS (hsn0), ADDRESS, at 12:30:45, of NAME
+  File ".../a.py", line 3; PATH=.../bin:.../y; `.../b`; .../run
+torch 2.11.0, 3.6 GB/s and/or TP1 / PP2: see https://docs.rs/a/b
+"""
+
+
+def test_a_report_to_send_has_no_names_addresses_and_paths(tmp_path: Path) -> None:
+    script = f"source {KIT}/report.sh\nprivate_names=$(SLURM_JOB_ACCOUNT=abc-12 removed_names n17.cluster.edu n18)\n"
+    (tmp_path / "small.sh").write_text(f"{script}private <<'END'{PRIVATE}END\n")
+    assert "\n" + run(tmp_path / "small.sh", "-o", str(tmp_path / "report.md")).stdout == SENT
+
+
+@pytest.mark.exhaustive
+def test_the_kit_for_several_gpus_rehearses_with_mpiexec(tmp_path: Path) -> None:
+    ended = run(KIT / "multi.sh", "--rehearse", "-o", str(tmp_path / "report.md"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    report = (tmp_path / "report.md").read_text()
+    assert "9 passed, 0 failed, 0 skipped" in report
+    assert not [name for name in (platform.node(), str(Path.cwd()), str(tmp_path)) if name in report]
+    assert list(tmp_path.iterdir()) == [tmp_path / "report.md"]
 
 
 def without_seconds(line: str) -> str:

@@ -1,8 +1,8 @@
 """Train a template, then print a row of its figures: `python tools/gpu/job.py TEMPLATE NAME [key=value ...]`.
 
 Means over the steps after the first, which compiles and captures, without one of which a profile is taken. The second
-row is the forecast: times for the chip's published figures, and what `hpcrl plan` expects at most. Weights are drawn on
-the device.
+row is the forecast: times for the machine of tools/gpu/models.py, and what `hpcrl plan` expects at most. Weights are
+drawn on the device. With --done in place of NAME it only prints the rows, of a run that has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLUMNS = (
     ("log-probs", "timing_s/old_log_prob", "{:.2f}"),
     ("update", "timing_s/update_actor", "{:.2f}"),
     ("refit", "timing_s/update_weights", "{:.2f}"),
-    ("tokens/s", "perf/throughput", "{:,.0f}"),
+    ("tokens/s a rank", "perf/throughput", "{:,.0f}"),
     ("MFU of log-probs", "perf/mfu/actor_infer", "{:.1%}"),
     ("MFU of update", "perf/mfu/actor", "{:.1%}"),
 )
@@ -45,15 +45,24 @@ Line = dict[str, float]
 
 
 def main(template: Path, name: str, overrides: Sequence[str]) -> int:
+    if name == "--done":
+        return describe(template, overrides)
     overrides = [*overrides, f"run.name={name}", *rehearsed(template)]
     train = [sys.executable, str(Path(__file__).with_name("train.py")), "train", str(template), *overrides]
     code = subprocess.run(train).returncode
     if code:
         print(f"fail: hpcrl train ended with code {code}")
         return code
+    return describe(template, overrides)
+
+
+def describe(template: Path, overrides: Sequence[str]) -> int:
     config = config_of(template, *overrides)
     folder = run_directory(config)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if not lines:
+        print("fail: the run has no steps")
+        return 1
     traces = ", ".join(path.name for path in sorted(folder.glob("profile/*")))
     steady = [line for line in lines[1:] if line["training/global_step"] not in config.trainer.profile_steps] or lines
     print_table(steady, lines, TrainingPlan(config))
@@ -78,7 +87,8 @@ def forecast(job: TrainingPlan) -> Line:
     found = predict(job, machine(), Lengths.fixed(data.max_prompt_length, data.max_response_length))
     line = {f"timing_s/{name}": seconds for name, seconds in found.phases.items()}
     peak = tightest(job.rows()).total / GIB
-    return line | {"timing_s/step": found.step, "perf/throughput": found.tokens_per_second, PEAKS[0][1]: peak}
+    rate = found.tokens_per_second / (job.config.job.nodes * job.config.job.ntasks_per_node)  # of a rank, as in metrics
+    return line | {"timing_s/step": found.step, "perf/throughput": rate, PEAKS[0][1]: peak}
 
 
 def cell(lines: list[Line], metric: str, form: str, over) -> str:

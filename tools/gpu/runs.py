@@ -1,8 +1,12 @@
-"""Small GRPO jobs: they end with finite numbers, resume as if uninterrupted, and compute the same with offload."""
+"""Small GRPO jobs: they end with finite numbers, resume as if uninterrupted, and compute the same with offload.
+
+`python -m tools.gpu.runs FOUND EXPECTED` compares the metrics of two runs by their folders.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -77,3 +81,7 @@ def same(found: dict[int, dict[str, float]], expected: dict[int, dict[str, float
             require(equal, f"step {step}, {name}: {found[step][name]!r}; expected {value!r}")
             count += 1
     return f"{count} metrics of {len(expected)} steps are equal, bit for bit"
+
+
+if __name__ == "__main__":
+    print("pass:", same(*(metrics(Path(folder)) for folder in sys.argv[1:3])))

@@ -5,6 +5,7 @@ Weights are random ones, drawn on the device. The kernels are those of one updat
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 
 from hpcrl.batch.data_proto import DataProto, TensorBatch
 from hpcrl.batch.ragged import Ragged
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, DdpConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.forecast.memory.memory import GIB, TrainingPlan
 from hpcrl.forecast.time.lengths import Lengths
@@ -29,6 +30,7 @@ from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from tools.gpu.models import DENSE, LORA, MIXTURE, REHEARSAL, config_of, machine, shape_of
+from tools.gpu.outcome import Skip, print_head, print_row
 from tools.gpu.profiles import kernels_of, print_kernels, profiler
 from tools.gpu.weights import draw_on_the_device
 
@@ -44,7 +46,7 @@ def of(world: World, template: Path, tokens: int = TOKENS) -> str:
     seconds, norm = timed(step, world.device)
     peak = torch.cuda.max_memory_allocated() / GIB if world.device.type == "cuda" else None
     expected, planned = forecast(config)
-    print_row(template, count, seconds, expected, peak, planned)
+    print_forecast(template, count, seconds, expected, peak, planned)
     if world.device.type == "cuda":
         with profiler() as profiled:
             step()
@@ -58,6 +60,27 @@ mixture = partial(of, template=MIXTURE)
 lora = partial(of, template=LORA, tokens=TOKENS // 2)  # whose activations fit 80 GB
 
 
+def overlap(world: World) -> str:
+    """The dense model's update by replicas on all ranks: communication after computation, and beside it."""
+    if world.size == 1:
+        raise Skip("one rank has no other replicas")
+    if world.device.type == "cuda" and not accelerator.has_nccl():
+        raise Skip("ranks that share a GPU block in each transfer")
+    count, layout = MICRO_BATCHES * (TOKENS // (PROMPT + RESPONSE)), Layout(tuple(range(world.size)))
+    config = config_of(DENSE, *sizes(count, TOKENS))
+    print_head(world, "gradients reduced", "weights gathered", "update, s", "gradient norm")
+    for modes in ((False, False), (True, False), (True, True)):
+        ddp = DdpConfig(overlap_grad_reduce=modes[0], overlap_param_gather=modes[1])
+        engine = made(world, config, DENSE, layout, ddp)
+        seconds, norm = timed(partial(update, engine, batch_of(count), TOKENS, config), world.device)
+        slowest = max(world.all_gather_object(seconds))
+        beside = ("beside computation" if mode else "after it" for mode in modes)
+        print_row(world, *beside, f"{slowest:.3f}", f"{norm:.5g}")
+        del engine
+        gc.collect()  # the next one needs its memory
+    return f"{world.size} replicas: {slowest:.3f} s an update with overlap"
+
+
 def sizes(count: int, tokens: int) -> tuple[str, ...]:
     """The job whose update this is, for the forecast: eight samples of each prompt, as the templates have."""
     prompts = count // 8
@@ -68,9 +91,12 @@ def sizes(count: int, tokens: int) -> tuple[str, ...]:
     )
 
 
-def made(world: World, config: Config, template: Path) -> TrainEngine:
+def made(
+    world: World, config: Config, template: Path, layout: Layout | None = None, ddp: DdpConfig | None = None
+) -> TrainEngine:
+    """layout: this rank by itself unless said otherwise."""
     draw_on_the_device()
-    groups = make_groups({"actor": Layout((world.rank,))}, world.rank)["actor"]
+    groups = make_groups({"actor": layout or Layout((world.rank,))}, world.rank)["actor"]
     model = config.model
     return TrainEngine(
         shape_of(template),
@@ -84,6 +110,7 @@ def made(world: World, config: Config, template: Path) -> TrainEngine:
         gradient_accumulation_fusion=model.gradient_accumulation_fusion,
         lora=Lora.from_config(model),
         head_chunk_tokens=config.trainer.head_chunk_tokens,
+        ddp=ddp,
     )
 
 
@@ -123,7 +150,9 @@ def forecast(config: Config) -> tuple[float, float]:
     return seconds, (job.states["actor", 0].total + row.activations + row.logits) / GIB
 
 
-def print_row(template: Path, count: int, seconds: float, expected: float, peak: float | None, planned: float) -> None:
+def print_forecast(
+    template: Path, count: int, seconds: float, expected: float, peak: float | None, planned: float
+) -> None:
     shape, lengths = shape_of(template), [PROMPT + RESPONSE] * count
     flops = training_flops(shape, lengths, count * RESPONSE, has_adapters=template == LORA)
     top = peak_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

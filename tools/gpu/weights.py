@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -69,10 +70,12 @@ def draw_on_the_device() -> None:
 def on_the_device(
     shape: ModelShape, name: str, global_shape: tuple[int, ...], seed: int, initial: float | None = None
 ) -> Tensor:
-    """As `hpcrl.model.build.initial_weight`, but other numbers of the same deviation, on this process's device."""
+    """As `hpcrl.model.build.initial_weight`, but other numbers of the same deviation, on this process's device: the
+    same on all ranks."""
     few = initial_weight(shape, name, (min(FEW, global_shape[0]), *global_shape[1:]), seed, initial)
     if few.numel() == math.prod(global_shape):
         return few
     if few.min() == few.max():
         return torch.full(global_shape, float(few.flatten()[0]))
+    torch.manual_seed(crc32(name.encode(), seed))
     return torch.empty(global_shape, device=platform.device()).normal_(0.0, float(few.std()))
