@@ -51,7 +51,7 @@ ELSEWHERE = {  # module -> how many places, and which files
     "runtime/launcher.py": (1, PROC),
     "run/snapshots.py": (1, MADE),
     "runtime/events.py": (1, MADE),
-    "runtime/gpus.py": (1, PROC),
+    "runtime/gpus.py": (2, PROC),
     "runtime/node_memory.py": (3, f"{MADE}; {PROC}"),
     "machine/measure.py": (2, f"{MADE}; {PROC}"),
     "runtime/run_folder.py": (2, PROC),
