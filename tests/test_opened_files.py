@@ -47,7 +47,7 @@ ELSEWHERE = {  # module -> how many places, and which files
     "run/pairs.py": (1, MADE),
     "machine/check_job.py": (3, MADE),
     "runtime/events.py": (1, MADE),
-    "runtime/gpus.py": (1, PROC),
+    "runtime/gpus.py": (2, PROC),
     "machine/measure.py": (2, f"{MADE}; {PROC}"),
     "runtime/run_folder.py": (2, PROC),
     "runtime/sockets.py": (2, PROC),
