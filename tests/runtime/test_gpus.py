@@ -169,12 +169,8 @@ def test_numbers_of_rocm_are_not_taken_for_nvidias(
     monkeypatch.setattr(grouped_experts, "chip_of", chips.chip_of.__wrapped__)
     if name:  # others ask torch for a product
         assert not grouped_experts._has_grouped_product.__wrapped__(device, torch.bfloat16)
-    assert sampling_options(chip) == (name is None)
-
-
-def sampling_options(chip: chips.Chip) -> bool:
-    """Whether a kernel is launched with a maximum of registers, which AMD's compiler does not have."""
-    return "maxnreg" in pytest.importorskip("hpcrl.kernels.sampling_triton").bound_options(chip)
+    sampling = pytest.importorskip("hpcrl.kernels.sampling_triton")
+    assert ("maxnreg" in sampling.bound_options(chip)) == (name is None)  # AMD's compiler does not have this option
 
 
 def test_dtypes_of_a_job_are_those_of_all_its_models() -> None:
