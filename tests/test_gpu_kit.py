@@ -139,6 +139,7 @@ def test_a_report_to_send_has_no_names_addresses_and_paths(tmp_path: Path) -> No
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 def test_the_kit_for_several_gpus_rehearses_with_mpiexec(tmp_path: Path) -> None:
     ended = run(KIT / "multi.sh", "--rehearse", "-o", str(tmp_path / "report.md"))
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -51,7 +51,7 @@ count = torch.cuda.device_count()
 gpu = torch.cuda.get_device_properties(0) if count else None
 print(f"seen {platform.node()} {count} {gpu.total_memory / 2**30 if gpu else 0:.0f} {gpu.name if gpu else None}")'
 start 1 "$nodes"
-seen=$("${started[@]}" -c "$seen" | grep ^seen) || die "torch cannot be imported on each node; see above"
+seen=$("${started[@]}" -c "$seen" | grep ^seen | sort) || die "torch cannot be imported on each node; see above"
 mapfile -t hosts <<<"$(awk '{ print $2 }' <<<"$seen")"
 private_names=$(removed_names "${hosts[@]}" "$(uname -n)")
 read -r _ _ gpus gib name <<<"$(sort -n -k 3 <<<"$seen" | head -n 1)"
@@ -102,7 +102,7 @@ small=(tools/gpu/grpo_8b.yaml "${data[@]}" "${sized[@]}"
     run.full_determinism=true trainer.total_training_steps=6 trainer.save_freq=2)
 export HPCRL_GPU_MACHINE=$work/measured.yaml
 
-# With random weights: a run of six steps, whose last rank is killed at its first checkpoint, and a run without.
+# With random weights: a run of six steps, whose rank 1 is killed at its first checkpoint, and a run without.
 killed_and_resumed() {
     local run=$work/runs/killed steps
     "${all[@]}" -m hpcrl train "${small[@]}" run.name=straight

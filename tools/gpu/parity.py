@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,11 +39,7 @@ def layouts(world: World) -> str:
     if world.size == 1:
         raise Skip("one rank has one layout")
     everyone, batch = tuple(range(world.size)), make_batch(2 * world.size + 1)
-    cases = {
-        (shape, name_of(layout)): layout
-        for shape, each in ((SHAPE, DENSE), (MIXTURE, EXPERTS))
-        for layout in (Layout(everyone, **sizes) for sizes in each if fits(world.size, sizes))
-    }
+    cases = dict(layouts_of(everyone))
     named = {f"{number}": layout for number, layout in enumerate(cases.values())}
     roles = make_groups({**named, **{f"rank {rank}": Layout((rank,)) for rank in everyone}}, world.rank)
     alone = {shape: computed(shape, roles[f"rank {world.rank}"], batch) for shape in (SHAPE, MIXTURE)}
@@ -57,11 +55,13 @@ def layouts(world: World) -> str:
     return f"{line}, of {MOST:.0e}"
 
 
-def fits(ranks: int, sizes: dict[str, int]) -> bool:
-    """Whether the dense grid and that of experts divide the ranks."""
-    stages = sizes.get("pp", 1)
-    dense = stages * sizes.get("tp", 1) * sizes.get("cp", 1)
-    return ranks % dense == ranks % (stages * sizes.get("ep", 1) * sizes.get("etp", 1)) == 0
+def layouts_of(ranks: tuple[int, ...]) -> Iterator[tuple[tuple[ModelShape, str], Layout]]:
+    """Of each model those whose sizes divide the ranks, by name."""
+    for shape, each in ((SHAPE, DENSE), (MIXTURE, EXPERTS)):
+        for sizes in each:
+            with suppress(ValueError):
+                layout = Layout(ranks, **sizes)
+                yield (shape, name_of(layout)), layout
 
 
 def name_of(layout: Layout) -> str:
