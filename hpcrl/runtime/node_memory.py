@@ -93,8 +93,9 @@ class NodeMemory:
         lock = listener = problem = None
         free = 0
         try:
-            lock = _make(folder) if is_first else None
-            free = min(shutil.disk_usage(folder.parent).free, available_memory())
+            if is_first:
+                lock = _make(folder)
+                free = min(shutil.disk_usage(folder.parent).free, available_memory())
             if senders := destinations.count(comm.rank):
                 listener = RankListener(listening_host(one_host), senders, comm.rank)
         except (OSError, InputError) as error:

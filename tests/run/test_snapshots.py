@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import shutil
+import socket
 import stat
 import textwrap
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,6 +224,25 @@ def test_copies_go_to_the_next_node_in_the_ring() -> None:
     assert next_ranks("aabbcc") == [2, 3, 4, 5, 0, 1]
     assert next_ranks("abab") == [1, 0, 3, 2]
     assert next_ranks("aaab") == [3, 3, 3, 0]  # one node has more ranks than the next
+
+
+def test_a_copy_that_fails_is_reported_and_the_next_one_works(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=node_memory._serve, args=(theirs, tmp_path / "next"), daemon=True).start()
+    memory = NodeMemory(tmp_path, [], {}, ours, None)
+    (tmp_path / "next").mkdir()
+    (tmp_path / "next" / "0").write_text("in the way of a folder")
+    for name, content in {"0/a": b"x", "1/b": b"weights" * 200_000, "1/c": b""}.items():
+        path = tmp_path / name.partition("/")[2]
+        path.write_bytes(content)
+        with open(path, "rb") as file:
+            if name == "0/a":
+                with pytest.raises(OSError, match="next/0/a on"):
+                    memory.copy(name, file.fileno(), content)
+                continue
+            assert memory.copy(name, file.fileno(), content) == hash_file(path, name).xxh3_128
+        assert (tmp_path / "next" / name).read_bytes() == content
+    ours.close()
 
 
 def opened(folder: Path) -> NodeMemory | str:

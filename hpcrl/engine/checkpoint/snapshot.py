@@ -54,10 +54,10 @@ class TensorFile:
                 self.pieces.append(_write_without_data(file, tensor))
             if self.pieces:  # else a write to memory that is not there would kill the rank
                 os.posix_fallocate(file.fileno(), 0, file.tell())
-        with open(path, "r+b") as file:
-            self.descriptor = os.dup(file.fileno())
-            self.map = mmap.mmap(self.descriptor, 0) if self.pieces else b""
-            starts = [_start_of_data(file, *piece) for piece in self.pieces]
+        self._file = open(path, "r+b")
+        self.descriptor = self._file.fileno()
+        self.map = mmap.mmap(self.descriptor, 0) if self.pieces else b""
+        starts = [_start_of_data(self._file, *piece) for piece in self.pieces]
         self.tensors = [_view(self.map, start, tensor) for start, tensor in zip(starts, like, strict=True)]
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
