@@ -10,6 +10,7 @@
 # hpcrl_list_nodes: hpcrl_nodes, those that can have ranks, and hpcrl_used, how many of them have
 hpcrl_list_nodes() {
     hpcrl_relaunches=0 hpcrl_crash_step=-
+    unset HPCRL_RELAUNCH HPCRL_RELAUNCH_REASON # of an earlier command of this script
     if [[ -z ${hpcrl_first+listed} ]]; then # what an earlier command of this script has lost stays lost
         mapfile -t hpcrl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null)
         hpcrl_all=${#hpcrl_nodes[@]} hpcrl_first=${hpcrl_nodes[0]:-}
@@ -163,7 +164,7 @@ hpcrl_wait_for() {
 # hpcrl_may_relaunch RUN_DIR CODE ARGUMENTS...: whether the ranks start again here, and prepare that. Not after an end
 # that the program has planned, an error of its own, a signal to this script, and a crash in the step of the last crash.
 hpcrl_may_relaunch() {
-    local run=$1 code=$2 most=${HPCRL_MAX_RELAUNCHES:-10} step count why
+    local run=$1 code=$2 most=${HPCRL_MAX_RELAUNCHES:-10} step why
     [[ $code != [02] && $code != 85 && -z ${hpcrl_ends:-} && $run != /dev/null ]] || return
     ((most > 0 && ${#hpcrl_nodes[@]} > 0)) || return
     step=$(hpcrl_step "$run")
@@ -224,12 +225,12 @@ hpcrl_stop_guard() {
 
 # hpcrl_guard_node RUN_DIR NODE JOB: requeue the job when the node is silent and Slurm can start nothing there
 hpcrl_guard_node() {
-    local beats=- last='' since=$SECONDS
-    while sleep 2; do
+    local beats=- last='' since=$SECONDS timeout=${HPCRL_NODE_TIMEOUT:-60}
+    while sleep "$((timeout > 20 ? timeout / 10 : 2))"; do
         beats=$(hpcrl_beats "$1" | grep "^$2 ")
         if [[ $beats != "$last" ]]; then
             last=$beats since=$SECONDS
-        elif ((SECONDS - since > ${HPCRL_NODE_TIMEOUT:-60})); then
+        elif ((SECONDS - since > timeout)); then
             hpcrl_answers "$2" || hpcrl_answers "$2" || scontrol requeue "$3"
             since=$SECONDS
         fi
