@@ -74,9 +74,12 @@ hpcrl_silent_nodes() {
 
 # hpcrl_watch RUN_DIR FILE: write the silent nodes into FILE, and end srun with the ranks that remain. In the background.
 hpcrl_watch() {
+    local here
     hpcrl_watch_here "$1" &
+    here=$!
     hpcrl_silent_nodes "$1" >"$2.new"
     mv "$2.new" "$2"
+    kill "$here"
     hpcrl_end_ranks
 }
 
@@ -95,9 +98,12 @@ hpcrl_watch_here() {
     hpcrl_end_ranks
 }
 
+# hpcrl_end_ranks: end the srun of this start, which is one of those that the script has started
 hpcrl_end_ranks() {
     local step
-    step=$(pgrep -P $$ -x -n srun) && hpcrl_end_step "$step"
+    for step in $(pgrep -P $$ -x srun); do
+        ! tr '\0' '\n' <"/proc/$step/environ" | grep -qxF "HPCRL_START=$HPCRL_START" || hpcrl_end_step "$step"
+    done
 }
 
 # hpcrl_end_step PID: end an srun with its processes. It kills them, and then waits for those of a lost node.
