@@ -47,9 +47,11 @@ hpcrl_beats() {
         awk '{ sum[$1] += $2 } END { for (node in sum) print node, sum[node] }'
 }
 
-# hpcrl_step RUN_DIR: the step that the ranks are in, or were when they ended
+# hpcrl_step RUN_DIR: the step after the last one that was logged; heartbeats may be some steps behind
 hpcrl_step() {
-    sed -n 's/.*"step": \([0-9]*\).*/\1/p' "$1"/heartbeat/rank_* 2>/dev/null | sort -n | tail -n 1
+    local logged
+    logged=$(tail -n 1 "$1/metrics.jsonl" 2>/dev/null | grep -o '"step": [0-9]*')
+    echo $((${logged##* } + 1))
 }
 
 # hpcrl_silent_nodes RUN_DIR: wait until nodes have sent no heartbeat for HPCRL_NODE_TIMEOUT while others have, and print
@@ -179,9 +181,9 @@ hpcrl_may_relaunch() {
         hpcrl_say "Slurm does not reach $hpcrl_first, the node of this script; the ranks are not started again in this slice"
         return 1
     elif ((${#hpcrl_lost[@]})); then
-        why="lost $(hpcrl_join "${hpcrl_lost[@]}") in step ${step:-0}"
+        why="lost $(hpcrl_join "${hpcrl_lost[@]}") in step $step"
     elif [[ -n $hpcrl_killed || $code == 86 ]]; then
-        [[ $code == 86 ]] && why="a hang in step ${step:-0}" || why="a rank was killed in step ${step:-0} (srun's exit code $code)"
+        [[ $code == 86 ]] && why="a hang in step $step" || why="a rank was killed in step $step (srun's exit code $code)"
         if [[ $step == "$hpcrl_crash_step" ]]; then
             hpcrl_say "$why, as before the last start; the ranks are not started again in this slice"
             return 1

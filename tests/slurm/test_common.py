@@ -251,9 +251,8 @@ def test_when_ranks_start_again_in_the_allocation(
     site: Site, codes: tuple[int, ...], steps: tuple[int, ...], most: int, code: int, starts: int, line: str
 ) -> None:
     """On one node, where a start owns the folder and is in a step when a rank is killed."""
-    tries, owner, heartbeats = site.folder / "tries", site.run / "owner", site.run / "heartbeat"
+    tries, owner = site.folder / "tries", site.run / "owner"
     owner.mkdir()
-    heartbeats.mkdir()
     requeue = f'echo "$@" >>{site.folder}/requeued'
     site.command("scontrol", f"case $1 in show) echo n0 ;; requeue) {requeue} ;; esac")
     site.command(
@@ -262,7 +261,7 @@ def test_when_ranks_start_again_in_the_allocation(
 echo >>{tries}
 number=$(wc -l <{tries}) codes=({" ".join(map(str, codes))}) steps=({" ".join(map(str, steps))})
 echo ' "start": "'$HPCRL_START'",' >{owner}/0000000$number.json
-echo '{{"host": "n0", "step": '${{steps[number - 1]}}', "beat": 1}}' >{heartbeats}/rank_00000
+echo '{{"step": '$((steps[number - 1] - 1))', "score": 0.0}}' >>{site.run}/metrics.jsonl
 exit ${{codes[number - 1]}}""",
     )
     ended = site.slice(HPCRL_MAX_RELAUNCHES=str(most), SLURM_JOB_NODELIST="n0")
