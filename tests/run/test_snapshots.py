@@ -10,6 +10,7 @@ import socket
 import stat
 import textwrap
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,14 +246,15 @@ def test_a_copy_that_fails_is_reported_and_the_next_one_works(tmp_path: Path) ->
     ours.close()
 
 
-def opened(folder: Path) -> NodeMemory | str:
-    from mpi4py import MPI
-
-    return NodeMemory.open(MPI.COMM_SELF, folder, one_host=True)
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], NodeMemory | str]:
+    """`NodeMemory.open` of a job of one rank, without MPI in the process of pytest."""
+    monkeypatch.setattr(node_memory, "all_gather_object", lambda comm, value: [value])
+    return lambda folder: NodeMemory.open(SimpleNamespace(rank=0, size=1), folder, one_host=True)  # type: ignore[arg-type]
 
 
 def test_folders_of_ended_jobs_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     folders = {name: folder_in(str(tmp_path), Path("/runs") / name) for name in ("own", "ended", "restarts", "runs")}
@@ -272,7 +274,7 @@ def test_folders_of_ended_jobs_are_removed(
     assert not folders["own"].exists()
 
 
-def test_a_folder_that_another_user_can_change_is_not_used(tmp_path: Path) -> None:
+def test_a_folder_that_another_user_can_change_is_not_used(tmp_path: Path, opened: Any) -> None:
     folder, elsewhere = folder_in(str(tmp_path / "memory"), Path("/runs/a")), tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     folder.parent.mkdir()
