@@ -23,7 +23,7 @@ from hpcrl.runtime.rank_status import FOLDER, read_heartbeat
 from tests.slurm.conftest import Lab, start
 from tests.slurm.small_ppo import environment, lines, write_job
 
-STEPS, LOSSES = 40, 7  # of a job
+STEPS, LOSSES = 80, 7  # of a job
 BOUND = 1  # async_training.staleness_threshold
 TP1 = dict.fromkeys(("actor", "ref", "critic", "rollout"), {"tp": 1, "pp": 1})
 APART = {"pools": {"train": "1", "generate": "2"}, "rollout": {"pool": "generate"}}
@@ -59,7 +59,7 @@ class Losing:
         """Wait for a step and a random time, lose something, and wait for the next step."""
         begin = self.last_step()
         self.lab.until(lambda: self.last_step() > begin, f"after step {begin}", self.job)
-        time.sleep(rng.uniform(0.0, 4.0))
+        time.sleep(rng.uniform(0.0, 2.0))
         seen, logged, at = self.output, self.last_step(), time.monotonic()
         beats = [read_heartbeat(self.run / FOLDER, rank) for rank in range(self.ranks)]
         running = [beat for beat in beats if beat is not None and psutil.pid_exists(beat.pid)]
