@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hpcrl.engine.refit.transports import nodes_of
-from hpcrl.machine.check_job import cuda_driver
+from hpcrl.machine.facts import gpu_driver
 from hpcrl.runtime.launcher import library_name
 from hpcrl.runtime.world import World
 from tools.gpu.outcome import Failed, print_head, print_row, require
@@ -43,7 +43,7 @@ def versions_with_tests(world: World) -> str:
 
 def job(world: World) -> str:
     """Versions, and what the job's nodes have, without their names."""
-    ranks = world.all_gather_object((nodes_of(world.comm)[world.rank], chips(world), cuda_driver() or "-", adapters()))
+    ranks = world.all_gather_object((nodes_of(world.comm)[world.rank], chips(world), gpu_driver() or "-", adapters()))
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(NETWORK)]
     print_head(world, "node", "ranks", "of each", "driver", "network adapters")
     for number, ((_, *cells), count) in enumerate(Counter(ranks).items()):
