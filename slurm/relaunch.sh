@@ -7,6 +7,9 @@
 #   HPCRL_NODE_TIMEOUT    seconds without a heartbeat of any of its ranks after which a node is lost  (60)
 # shellcheck shell=bash
 
+# a process on a node of the allocation, beside the ranks
+hpcrl_one_process=(srun --overlap --no-kill --nodes=1 --ntasks=1 --cpu-bind=none --mpi=none)
+
 # hpcrl_list_nodes: hpcrl_nodes, those that can have ranks, and hpcrl_used, how many of them have
 hpcrl_list_nodes() {
     hpcrl_relaunches=0 hpcrl_crash_step=-
@@ -139,7 +142,7 @@ hpcrl_stop_watch() {
 
 # hpcrl_answers NODE: whether Slurm can start a process there
 hpcrl_answers() {
-    timeout 30 srun --overlap --no-kill --nodes=1 --ntasks=1 --nodelist="$1" --cpu-bind=none true >/dev/null 2>&1
+    timeout 30 "${hpcrl_one_process[@]}" --nodelist="$1" true >/dev/null 2>&1
 }
 
 # hpcrl_drop_lost_nodes: take silent nodes, and those on which Slurm starts nothing, out of hpcrl_nodes; sets hpcrl_lost.
@@ -221,9 +224,9 @@ hpcrl_start_guard() {
     hpcrl_guard=
     ((${#hpcrl_nodes[@]} > 1 && ${HPCRL_MAX_RELAUNCHES:-10} > 0)) || return 0
     ((${SLURM_RESTART_COUNT:-0} < ${HPCRL_MAX_RESTARTS:-100})) || return 0
-    srun --overlap --no-kill --nodes=1 --ntasks=1 --nodelist="${hpcrl_nodes[1]}" --cpu-bind=none --mpi=none \
-        bash -c "$(declare -f hpcrl_guard_node hpcrl_beats hpcrl_answers); hpcrl_guard_node \"\$@\"" \
-        bash "$1" "${hpcrl_nodes[0]}" "$(hpcrl_job)" >/dev/null 2>&1 </dev/null &
+    "${hpcrl_one_process[@]}" --nodelist="${hpcrl_nodes[1]}" bash -c "$(declare -p hpcrl_one_process)
+$(declare -f hpcrl_guard_node hpcrl_beats hpcrl_answers); hpcrl_guard_node \"\$@\"" \
+        bash "$1" "$hpcrl_first" "$(hpcrl_job)" >/dev/null 2>&1 </dev/null &
     hpcrl_guard=$!
 }
 

@@ -52,7 +52,7 @@ ELSEWHERE = {  # module -> how many places, and which files
     "run/snapshots.py": (1, MADE),
     "runtime/events.py": (1, MADE),
     "runtime/gpus.py": (2, PROC),
-    "runtime/node_memory.py": (3, f"{MADE}; {PROC}"),
+    "runtime/node_memory.py": (2, MADE),
     "machine/measure.py": (2, f"{MADE}; {PROC}"),
     "runtime/run_folder.py": (2, PROC),
     "runtime/sockets.py": (2, PROC),

@@ -2,14 +2,13 @@
 # A private Slurm of virtual nodes n0, n1, ... on this machine: to try a template before it queues for hours, and for tests.
 #   tools/slurm_lab.sh install          slurmctld, slurmd and munge with apt; needs root
 #   tools/slurm_lab.sh up DIR [NODES]   2 nodes unless said otherwise; all its files are in DIR; prints a line to eval
-#   tools/slurm_lab.sh node DIR NODE    starts a node again whose slurmd was killed
 #   tools/slurm_lab.sh down DIR         cancels its jobs and ends its daemons
 # Each node claims 96 cores, 8 GPUs and 2 TB, so that templates for large machines are accepted; nothing enforces that.
 # Daemons listen on loopback only. Neither root, systemd, cgroups nor a database is needed; as root, nodes have host names
 # of their own.
 set -euo pipefail
 
-usage="expected tools/slurm_lab.sh install, up DIR [NODES], node DIR NODE, or down DIR"
+usage="expected tools/slurm_lab.sh install, up DIR [NODES], or down DIR"
 packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge)
 programs=(slurmctld slurmd sinfo munged)
 
@@ -104,19 +103,17 @@ start_daemons() {
     munged --socket="$dir/run/munge.socket" --key-file="$dir/etc/munge.key" --log-file="$dir/log/munged.log" \
         --pid-file="$dir/run/munged.pid" --seed-file="$dir/run/munged.seed" --num-threads=2
     slurmctld -c -f "$SLURM_CONF"
-    local i
-    for ((i = 0; i < nodes; i++)); do start_node "n$i"; done
-}
-
-# start_node NODE: its slurmd. PMIX_HOSTNAME: Open MPI finds its node by Slurm's name for it, which is not the host's
-# without a namespace.
-start_node() {
-    if unshare --uts --mount true 2>/dev/null; then
-        PMIX_HOSTNAME=$1 unshare --uts --mount sh -c \
-            "hostname $1 && mount --bind '$dir/etc/hosts' /etc/hosts && exec slurmd -f '$SLURM_CONF' -N $1"
-    else
-        PMIX_HOSTNAME=$1 slurmd -f "$SLURM_CONF" -N "$1"
-    fi
+    local node i
+    for ((i = 0; i < nodes; i++)); do
+        node=n$i
+        # PMIX_HOSTNAME: Open MPI finds its node by Slurm's name for it, which is not the host's without a namespace.
+        if unshare --uts --mount true 2>/dev/null; then
+            PMIX_HOSTNAME=$node unshare --uts --mount sh -c \
+                "hostname $node && mount --bind '$dir/etc/hosts' /etc/hosts && exec slurmd -f '$SLURM_CONF' -N $node"
+        else
+            PMIX_HOSTNAME=$node slurmd -f "$SLURM_CONF" -N "$node"
+        fi
+    done
 }
 
 up() {
@@ -174,16 +171,6 @@ up | down)
     [[ $nodes =~ ^[1-9][0-9]?$ ]] || code=2 die "found '$nodes' for the number of nodes, expected 1 to 99; $usage"
     export SLURM_CONF=$dir/etc/slurm.conf
     "$1"
-    ;;
-node)
-    (($# == 3)) && [[ -f $2/etc/slurm.conf ]] || code=2 die "$usage"
-    dir=$(cd "$2" && pwd)
-    export SLURM_CONF=$dir/etc/slurm.conf
-    start_node "$3"
-    for ((i = 0; i < 300; i++)); do
-        [[ $(sinfo -h -n "$3" -p gpu -o %t) != *[*]* ]] && break # without *, it responds
-        sleep 0.1
-    done
     ;;
 *) code=2 die "$usage" ;;
 esac

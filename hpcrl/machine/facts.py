@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.machine.check import shared_memory_free
+from hpcrl.runtime import gpus
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import library_name, loaded_libraries, node_name, version_of
 from hpcrl.runtime.store import own_address
@@ -71,7 +72,7 @@ def find_node_state(sysfs: str = "/sys") -> NodeState:
         {name: resource.getrlimit(number) for name, number in LIMITS.items()},
         shared_memory_free(),
         huge_pages_mode(Path(sysfs, "kernel/mm/transparent_hugepage/enabled")),
-        any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/kfd")),
+        bool(gpus.nvidia_devices() or gpus.amd_devices(sysfs)),
     )
 
 

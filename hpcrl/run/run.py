@@ -9,6 +9,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -367,7 +368,7 @@ class Run:
 
     def _save(self) -> None:
         """Begin a checkpoint of the last trained step, whether it is logged or not."""
-        config, stamp, step = self.config, self._stamp(), self.step
+        config, stamp, step = self.config, self._stamp, self.step
 
         def write(folder: Path) -> dict[str, Any]:
             """Write more files into the checkpoint; returns what its trainer.json holds."""
@@ -386,6 +387,7 @@ class Run:
         metric = self.saver.metric(self.step, self._state.metrics)
         self.snapshots.begin(self.controller, self.step, self.job.saved_roles, metric, self._state_in)
 
+    @cached_property
     def _stamp(self) -> dict[str, Any]:
         """What a checkpoint says of the job."""
         digest = hashlib.blake2b(dump_config(self.config).encode(), digest_size=8).hexdigest()
@@ -397,7 +399,7 @@ class Run:
         state = self._state
         line = {} if self.unlogged is None else {"unlogged": without_nan(self.unlogged)}
         kept = self.rollouts.save(folder, self.step, state.rollouts) if self.rollouts is not None else {}
-        return {**self._stamp(), **state.job, "reached": self.is_complete, **line, **kept}
+        return {**self._stamp, **state.job, "reached": self.is_complete, **line, **kept}
 
     def _on_saved(self, step: int, folder: Path) -> None:
         self.events.emit("saved", step, checkpoint=str(folder))

@@ -145,16 +145,9 @@ class Saver:
         """Wait for all parts and commit the checkpoint, on the thread. Returns the seconds of the save."""
         from hpcrl.engine.checkpoint.sharded_save import describe
 
-        parts = {
-            role: [wait_for_part(self._key_values, f"{save.key}/{role}/{rank}") for rank in plans]
-            for role, plans in save.plans.items()
-        }
-        everyone = [part for found in parts.values() for part in found]
-        problems = [part.problem for part in everyone if part.problem is not None]
-        if problems:
-            raise SaveError(*problems)
+        parts = wait_for_parts(self._key_values, save.key, save.plans)
         run_owner.check()
-        files = [entry for part in everyone for entry in part.files]
+        files = [entry for of_role in parts.values() for part in of_role for entry in part.files]
         for role, plans in save.plans.items():
             files.append(describe(save.folder / role, list(plans.values()), parts[role]))
         began = time.perf_counter()
@@ -215,7 +208,21 @@ def checkpoint_store(trainer: TrainerConfig, root: Path) -> CheckpointStore:
     return CheckpointStore(root, Retention(*kept, options.best_metric, options.best_mode == "max"))
 
 
-def wait_for_part(key_values: KeyValueStore, key: str) -> SavedPart:
+def wait_for_parts(
+    key_values: KeyValueStore, key: str, ranks: Mapping[str, Iterable[int]]
+) -> dict[str, list[SavedPart]]:
+    """Wait for the parts of these ranks, by role. Raises SaveError if some have a problem."""
+    parts = {
+        role: [_wait_for_part(key_values, f"{key}/{role}/{rank}") for rank in of_role]
+        for role, of_role in ranks.items()
+    }
+    problems = [part.problem for of_role in parts.values() for part in of_role if part.problem is not None]
+    if problems:
+        raise SaveError(*problems)
+    return parts
+
+
+def _wait_for_part(key_values: KeyValueStore, key: str) -> SavedPart:
     """Wait for a rank's part."""
     while (text := key_values.get(key)) is None:
         time.sleep(POLL_SECONDS)

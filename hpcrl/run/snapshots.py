@@ -20,7 +20,7 @@ from hpcrl.controller.controller import Controller
 from hpcrl.engine.checkpoint.manifest import FileEntry, SavedPart, error_line, files_below, hash_file
 from hpcrl.forecast.memory.memory import size
 from hpcrl.run.recovery import RECORD, Record
-from hpcrl.run.saver import SaveError, wait_for_part
+from hpcrl.run.saver import SaveError, wait_for_parts
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.key_value_store import KeyValueStore
 from hpcrl.runtime.node_memory import GENERATIONS, NodeMemory
@@ -133,14 +133,8 @@ class Snapshots:
         """Wait for all parts and write the record, on the thread. Returns the seconds of the snapshot."""
         assert self._memory is not None
         folder = self._memory.folder / str(record.generation)
-        parts = {
-            role: [wait_for_part(self._key_values, f"{key}/{role}/{rank}") for rank in of_rank]
-            for role, of_rank in plans.items()
-        }
-        everyone = [part for found in parts.values() for part in found]
-        if problems := [part.problem for part in everyone if part.problem is not None]:
-            raise SaveError(*problems)
-        files = [entry for part in everyone for entry in part.files]
+        parts = wait_for_parts(self._key_values, key, plans)
+        files = [entry for of_role in parts.values() for part in of_role for entry in part.files]
         files += [self._description(folder / role, list(plans[role].values()), parts[role]) for role in plans]
         own = [name for name in files_below(folder) if name.split("/")[0] not in plans]
         files += [hash_file(folder / name, name) for name in own]

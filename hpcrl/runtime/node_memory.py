@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import xxhash
 
 from hpcrl.runtime.exits import InputError
@@ -95,7 +96,7 @@ class NodeMemory:
         try:
             if is_first:
                 lock = _make(folder)
-                free = min(shutil.disk_usage(folder.parent).free, available_memory())
+                free = min(shutil.disk_usage(folder.parent).free, psutil.virtual_memory().available)
             if senders := destinations.count(comm.rank):
                 listener = RankListener(listening_host(one_host), senders, comm.rank)
         except (OSError, InputError) as error:
@@ -143,12 +144,6 @@ class NodeMemory:
         """Remove this node's folder, on its lowest rank, unless it is kept."""
         if self.lock is not None and not self.keeps:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def available_memory() -> int:
-    """Bytes of this node's memory that processes and files in memory can still take."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    return int(lines["MemAvailable"].split()[0]) << 10
 
 
 def check_folder(folder: Path) -> None:

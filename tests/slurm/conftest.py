@@ -83,12 +83,6 @@ class Lab:
                 with suppress(psutil.NoSuchProcess):
                     act(process)
 
-    def restore(self, node: str) -> None:
-        """Bring a lost node back."""
-        subprocess.run(
-            [LAB, "node", self.folder, node], check=True, env=self.env, stdout=subprocess.DEVNULL, timeout=60
-        )
-
     def _give_up(self, job: str, why: str) -> NoReturn:
         description = self.run("scontrol", "show", "job", job)
         self.run("scancel", job)

@@ -170,14 +170,12 @@ def attempts(
     _add_slices([attempt for attempt in found if attempt.reached], slices, outputs)
     if found:
         _add_end(found[-1], exit_record, last_sign)
-    for attempt, following in zip(found, found[1:], strict=False):
+    for attempt, following in reversed(list(zip(found, found[1:], strict=False))):
         if attempt.outcome == KILLED and attempt.last_step and attempt.last_step == attempt.total_steps:
             attempt.outcome, attempt.reason = DONE, "all steps"
-        attempt.requeued = bool(attempt.job) and attempt.job == following.job
-    for attempt, following in reversed(list(zip(found, found[1:], strict=False))):
         if following.relaunch:  # slices.json has the last start of a slice
             attempt.job, attempt.restart = following.job, following.restart
-            attempt.requeued = False
+        attempt.requeued = bool(attempt.job) and attempt.job == following.job and not following.relaunch
     _add_losses(found)
     return found
 
