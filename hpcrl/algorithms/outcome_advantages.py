@@ -226,8 +226,8 @@ def _components(given: Mapping[str, Tensor], keys: Sequence[str] | None, samples
     chosen = [torch.as_tensor(given[key]) for key in keys or given]
     for component in chosen:
         if component.shape != (samples,):
-            found = f"a reward component of shape {tuple(component.shape)}"
-            raise ValueError(f"{found}; expected one number for each of {samples} samples")
+            given_shape = f"a reward component of shape {tuple(component.shape)}"
+            raise ValueError(f"{given_shape}; expected one number for each of {samples} samples")
     return chosen
 
 
