@@ -388,10 +388,10 @@ def _mark_parameters(chunks: Sequence[PackedGPT], local: list[Shard]) -> None:
     """Set the attributes that megatron reads from parameters, and sets itself only when it initialises them or has more
     ranks."""
     parameters = named_parameters(chunks)
-    found = {place: tuple(parameter.shape) for place, parameter in parameters.items()}
+    built = {place: tuple(parameter.shape) for place, parameter in parameters.items()}
     expected = {(shard.chunk, shard.local_name): shard.local_shape for shard in local}
-    if found != expected:
-        different = {place for place, _ in found.items() ^ expected.items()}
+    if built != expected:
+        different = {place for place, _ in built.items() ^ expected.items()}
         raise RuntimeError(f"model and hpcrl.model.params disagree about {sorted(different)}")
     for shard in local:
         parameter = parameters[shard.chunk, shard.local_name]

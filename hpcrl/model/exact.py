@@ -146,9 +146,9 @@ def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles)
     blocks = start + torch.arange(tiles.width, device=queries.device)
     table = tiles.blocks[blocks.clamp(max=len(tiles.blocks) - 1)]
     cached = keys[table].permute(0, 2, 1, 4, 3).flatten(2, 3), values[table].transpose(1, 2).flatten(2, 3)
-    found = exact_attention(padded, *cached, position + place).transpose(1, 2)
+    attended = exact_attention(padded, *cached, position + place).transpose(1, 2)
     output = queries.new_empty(len(queries) + 1, *queries.shape[1:])
-    return output.index_copy_(0, rows.flatten(), found.flatten(0, 1))[:-1]
+    return output.index_copy_(0, rows.flatten(), attended.flatten(0, 1))[:-1]
 
 
 def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -276,10 +276,10 @@ def _is_paged_exact(heads: int, width: int, probe: Callable[..., Tensor]) -> boo
     many = Tiles.of(lengths, np.zeros_like(lengths), table, tile_tokens(heads, keys.dtype), keys.device)
     sequence = np.arange(2).repeat(lengths)
     position = np.arange(tokens) - lengths[0] * sequence
-    some = np.arange(3, tokens, 11)
-    single = Tiles.of(np.ones_like(some), position[some], table[sequence[some]], many.tokens, keys.device)
+    sample = np.arange(3, tokens, 11)
+    single = Tiles.of(np.ones_like(sample), position[sample], table[sequence[sample]], many.tokens, keys.device)
     whole = paged_attention(queries, keys, values, many)
-    chosen = torch.from_numpy(some).to(keys.device)
+    chosen = torch.from_numpy(sample).to(keys.device)
     return torch.equal(paged_attention(queries[chosen], keys, values, single), whole[chosen])
 
 

@@ -63,12 +63,12 @@ def spans(shape: ModelShape, shard: Shard) -> list[Span]:
     for hf_name, rows in zip(hf_names, rows_of.values(), strict=True):
         firsts.append(filled.get(hf_name, 0))
         filled[hf_name] = firsts[-1] + periods * rows
-    found, row = [], 0
+    cuts, row = [], 0
     for period in range(periods):
         for hf_name, first, rows in zip(hf_names, firsts, rows_of.values(), strict=True):
-            found.append(Span(row, hf_name, first + period * rows, rows))
+            cuts.append(Span(row, hf_name, first + period * rows, rows))
             row += rows
-    return found
+    return cuts
 
 
 def hf_names_of(shape: ModelShape, name: str) -> list[str]:
@@ -152,7 +152,7 @@ def others_of(shape: ModelShape, names: Iterable[str]) -> list[str]:
     return [name for name in rest if name.startswith(further) or (pattern is not None and re.search(pattern, name))]
 
 
-def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
+def differing(shape: ModelShape, shapes: dict[str, tuple[int, ...]]) -> Iterable[str]:
     """Yield a line for each tensor that is missing, of another shape, or unknown."""
     expected, also = {}, {}
     for shard in hf_shards(shape):
@@ -163,13 +163,13 @@ def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[
             if not is_transposed:
                 also[name] = shape.routed.num_experts, *size  # as transformers 5 saves them
     for name, size in expected.items():
-        if name not in found:
+        if name not in shapes:
             yield f"no tensor {name}"
-        elif found[name] not in (size, also.get(name)):
-            yield f"{name} has shape {found[name]}; config.json says {size}"
+        elif shapes[name] not in (size, also.get(name)):
+            yield f"{name} has shape {shapes[name]}; config.json says {size}"
     # extra tensors of older libraries: a tied head, and the frequencies of the rotary embedding
-    known = {*others_of(shape, found), *(["lm_head.weight"] if shape.tie_word_embeddings else [])}
-    for name in found.keys() - expected.keys() - known:
+    known = {*others_of(shape, shapes), *(["lm_head.weight"] if shape.tie_word_embeddings else [])}
+    for name in shapes.keys() - expected.keys() - known:
         if not name.endswith("rotary_emb.inv_freq"):
             yield f"{name} is in the files but not in the model"
 
@@ -189,14 +189,12 @@ def unstacked(shape: ModelShape, found: Mapping[str, tuple[int, ...]]) -> dict[s
 
 def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
     """Open a directory with a model of this `shape`. Raises InputError for a model that computes something else."""
-    found = read_shape(folder)
+    in_folder = read_shape(folder)
     for field in fields(ModelShape):
-        found_value, expected = getattr(found, field.name), getattr(shape, field.name)
-        if field.name not in NOT_WEIGHTS and found_value != expected:
-            raise InputError(
-                f"{folder / CONFIG} describes another model: {field.name} is {found_value}, expected {expected}"
-            )
-    shape.check_windows(found, str(folder / CONFIG))
+        value, expected = getattr(in_folder, field.name), getattr(shape, field.name)
+        if field.name not in NOT_WEIGHTS and value != expected:
+            raise InputError(f"{folder / CONFIG} describes another model: {field.name} is {value}, expected {expected}")
+    shape.check_windows(in_folder, str(folder / CONFIG))
     source = Safetensors(folder)
     source.check(shape)
     return source
@@ -312,16 +310,16 @@ def whole_tensors(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a file by name, from those of its `hf_shards`: matrices of a stacked tensor become one."""
     import torch
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     counts = Counter(stack_of(name).name for name in parts)
     for hf_name, part in parts.items():
         name, number, _, first, step = stack_of(hf_name)
         if number is None:
-            found[name] = part
+            tensors[name] = part
             continue
-        if name not in found:
+        if name not in tensors:
             size = step * len(part), *part.shape[1:]
-            found[name] = torch.empty(counts[name] // step, *reversed(size), dtype=part.dtype)
-        matrix = found[name][number]
+            tensors[name] = torch.empty(counts[name] // step, *reversed(size), dtype=part.dtype)
+        matrix = tensors[name][number]
         (matrix.T if matrix.dim() == 2 else matrix)[first::step] = part
-    return found
+    return tensors

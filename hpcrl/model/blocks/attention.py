@@ -75,8 +75,8 @@ class HeadsBlock(Block):
         (query, key), queries = self._widths(tp), heads.queries // tp
         # Values are padded until the output is packed.
         total = batch.tokens * ((2 * query + 2 * key + queries * heads.value_dim) * itemsize + queries * FP32)
-        for wanted, seen in tails(batch):
-            total += seen * (2 * key + (0 if batch.on_gpu else wanted)) * itemsize  # the CPU has a mask
+        for queried, seen in tails(batch):
+            total += seen * (2 * key + (0 if batch.on_gpu else queried)) * itemsize  # the CPU has a mask
         if heads.has_norm:
             # The inputs are parts of the projection's output, which stays whole, and a copy of queries that lie apart.
             copies = batch.norm_copies * (query + key) * FP32
@@ -104,21 +104,21 @@ class HeadsBlock(Block):
         if heads.value_dim < heads.key_dim:
             inside += tokens * heads.queries // layout.tp * heads.value_dim  # the packed output
         if layout.cp > 1:
-            wanted, seen = max(tails(batch), default=(0, 0))
+            queried, seen = max(tails(batch), default=(0, 0))
             inside += 2 * key * ((layout.cp + 2) * tokens + seen) + tokens * query
-            inside += (tokens * (query + key) if heads.has_norm else 0) + (0 if batch.on_gpu else wanted * seen)
+            inside += (tokens * (query + key) if heads.has_norm else 0) + (0 if batch.on_gpu else queried * seen)
         gathered = batch.gathered(self.hidden_size) if batch.lora is not None else 0
         return tokens * self.projected(layout.tp) * batch.itemsize + max(norm, inside * batch.itemsize) + gathered
 
     def computation(self, batch: MicroBatch) -> Computation:
         """Return the computation. The rotary embedding is elementwise. Context-parallel ranks gather keys and values,
         and their gradients are scattered."""
-        heads, layout, found = self.heads, batch.layout, super().computation(batch)
+        heads, layout, linear = self.heads, batch.layout, super().computation(batch)
         width, rotated = heads.key_dim + heads.value_dim, (heads.queries + heads.groups) * heads.key_dim
         of_pair = heads.queries / layout.tp * width
         gathered = batch.tokens * layout.cp * (heads.groups / layout.tp * width)
         keys = Collective("all_gather", gathered * batch.itemsize, ("cp",))
-        return found._replace(
+        return linear._replace(
             elementwise=2 * (rotated / layout.tp) + 3 * heads.has_gate * heads.queries * heads.value_dim / layout.tp,
             pair_width=of_pair,
             sees=self.sees,

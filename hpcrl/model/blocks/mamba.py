@@ -97,10 +97,10 @@ class Mamba(Block):
         """
         tp, itemsize = batch.layout.tp, batch.itemsize
         channels, inner, heads, groups = (
-            each // tp for each in (self.channels, self.inner_dim, self.num_heads, self.num_groups)
+            size // tp for size in (self.channels, self.inner_dim, self.num_heads, self.num_groups)
         )
         apart = inner if groups > 1 else 0
-        kept = batch.tokens * ((2 * channels + apart + 3 * inner) * itemsize + 3 * heads * FP32)
+        saved = batch.tokens * ((2 * channels + apart + 3 * inner) * itemsize + 3 * heads * FP32)
         # The recurrence in torch: products of the tokens of a chunk for each head, vectors, and states between chunks;
         # in 16 bits copies of x, B and C.
         chunk, keys = chunk_width(batch.longest or CHUNK, CHUNK), groups * self.state_dim
@@ -111,7 +111,7 @@ class Mamba(Block):
         outside = (2 * channels + inner + heads + apart) * itemsize
         peak = batch.tokens * (inside * FP32 + outside)
         again *= batch.tokens * FP32
-        return Held(kept, peak, backward=again)
+        return Held(saved, peak, backward=again)
 
     def computation(self, batch: MicroBatch) -> Computation:
         """Return the computation. Products of the recurrence are those with the state, and with the tokens of a

@@ -103,12 +103,12 @@ class RouterLosses:
         aux, z = totals[:2].tolist()
         load = totals[2:].view(self.load.shape)
         imbalance = load.amax(1) / load.mean(1).clamp(min=1e-9)
-        found = {"moe_load_imbalance/mean": float(imbalance.mean()), "moe_load_imbalance/max": float(imbalance.max())}
+        metrics = {"moe_load_imbalance/mean": float(imbalance.mean()), "moe_load_imbalance/max": float(imbalance.max())}
         if self.aux_coeff:
-            found["moe_aux_loss"] = aux / len(load)
+            metrics["moe_aux_loss"] = aux / len(load)
         if self.z_coeff:
-            found["moe_z_loss"] = z / len(load)
-        return found
+            metrics["moe_z_loss"] = z / len(load)
+        return metrics
 
 
 class Router(TopKRouter):

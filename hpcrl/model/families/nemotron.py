@@ -105,18 +105,18 @@ def _types_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    made, norms = dict[str, Layer](), Norms()
+    layers, norms = dict[str, Layer](), Norms()
     for kind in dict.fromkeys(config["layers_block_type"]):
         if kind == "linear_attention":
-            made[kind] = half_layer(_mamba(config), "attention", norms)
+            layers[kind] = half_layer(_mamba(config), "attention", norms)
         elif kind == "full_attention":
-            made[kind] = half_layer(attention_of(config, None), "attention", norms)
+            layers[kind] = half_layer(attention_of(config, None), "attention", norms)
         elif kind == "mlp":
             mlp = FeedForward(config["hidden_size"], config["intermediate_size"], "relu2", is_gated=False)
-            made[kind] = half_layer(mlp, "mlp", norms)
+            layers[kind] = half_layer(mlp, "mlp", norms)
         else:
-            made[kind] = half_layer(_mixture(config), "mlp", norms)
-    return {"blocks": tuple(made[kind] for kind in config["layers_block_type"])}
+            layers[kind] = half_layer(_mixture(config), "mlp", norms)
+    return {"blocks": tuple(layers[kind] for kind in config["layers_block_type"])}
 
 
 def _mamba(config: Mapping[str, Any]) -> Mamba:
