@@ -53,9 +53,9 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
         return optim.min_lr
     if optim.lr_decay_style == "inverse-square-root":
         return max(optim.min_lr, optim.lr * math.sqrt(max(warmup, 1) / max(step, 1)))
-    done = (step - warmup) / max(decay_end - warmup, 1)
-    left = 1.0 - done if optim.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
-    return optim.min_lr + left * (optim.lr - optim.min_lr)
+    progress = (step - warmup) / max(decay_end - warmup, 1)
+    share = 1.0 - progress if optim.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * progress) + 1.0)
+    return optim.min_lr + share * (optim.lr - optim.min_lr)
 
 
 def build_optimizer(

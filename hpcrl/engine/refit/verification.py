@@ -114,10 +114,10 @@ class Verifier:
             total = sums[tensor.device][part.total]
             for top, values, dtype in self._values(part, tensor):
                 add_checksum(total, values, top, left, dtype, self._scratch_bytes)
-        found = torch.zeros(self._num_totals, dtype=torch.int64)
+        totals = torch.zeros(self._num_totals, dtype=torch.int64)
         for of_device in sums.values():
-            found += of_device.cpu()
-        return found.numpy().view(np.uint64)
+            totals += of_device.cpu()
+        return totals.numpy().view(np.uint64)
 
     def _values(self, part: _Region, weight: Tensor | Fp8Matrix) -> Iterator[tuple[int, Tensor, torch.dtype]]:
         """Yield values (rows, cols) of a region, the global number of their first row, and the dtype to round them to;
