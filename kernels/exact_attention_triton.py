@@ -54,11 +54,11 @@ def attend(
         scores = tl.where(place[None, :] <= (position + token)[:, None], scores, MASKED)
         higher = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
-        kept = tl.exp2(maximum - higher)
+        factor = tl.exp2(maximum - higher)
         value_at = (of_head + place % SIZE * WIDTH)[:, None] + column[None, :]
         value = tl.load(values + value_at, mask=valid[:, None] & (column < WIDTH)[None, :], other=0.0)
-        total_weight = total_weight * kept + tl.sum(weights, 1)
-        total = tl.dot(weights.to(value.dtype), value, total * kept[:, None], input_precision="ieee")
+        total_weight = total_weight * factor + tl.sum(weights, 1)
+        total = tl.dot(weights.to(value.dtype), value, total * factor[:, None], input_precision="ieee")
         maximum = higher
     tl.store(outputs + at, (total / total_weight[:, None]).to(outputs.dtype.element_ty), mask=inside)
 

@@ -107,7 +107,7 @@ def _around(row, bound, base, vocab_size, temperature, WIDTH: tl.constexpr, SCAL
 
 @triton.jit
 def find_bounds(
-    logits, maxima, bounds, quotas, kept, before, chunks, vocab_size, temperature, top_k, WIDTH: tl.constexpr,
+    logits, maxima, bounds, quotas, kept_mass, before, chunks, vocab_size, temperature, top_k, WIDTH: tl.constexpr,
     SCALED: tl.constexpr, LOW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -115,8 +115,8 @@ def find_bounds(
     bound.
 
     The bound is built from its highest bits down, two at a time: the highest that enough ids, or enough mass, reach.
-    `kept`: the mass of each chunk that is kept, relative to the row's maximum; `before`: how many ids before the chunk
-    rank at the bound.
+    `kept_mass`: the mass of each chunk that is kept, relative to the row's maximum; `before`: how many ids before the
+    chunk rank at the bound.
     """
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * WIDTH
@@ -166,7 +166,7 @@ def find_bounds(
         tied = (ranks == least).to(tl.int32)
         keep = (ranks > least) | ((tied > 0) & (ties + tl.cumsum(tied, 0) <= quota))
         weights = tl.where(keep, tl.exp(scores - base), 0.0)
-        tl.store(kept + number * chunks + chunk, tl.sum(weights.to(tl.float64), 0))
+        tl.store(kept_mass + number * chunks + chunk, tl.sum(weights.to(tl.float64), 0))
         tl.store(before + number * chunks + chunk, ties)
         ties += tl.sum(tied, 0)
 
@@ -180,9 +180,9 @@ def _first(holds, possible, places):
 
 @triton.jit
 def draw(
-    logits, uniform, maxima, sums, bounds, quotas, kept, before, token_ids, log_probs, chunks, vocab_size, temperature,
-    WIDTH: tl.constexpr, SCALED: tl.constexpr, LOW: tl.constexpr, GREEDY: tl.constexpr, FILTERED: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    logits, uniform, maxima, sums, bounds, quotas, kept_mass, before, token_ids, log_probs, chunks, vocab_size,
+    temperature, WIDTH: tl.constexpr, SCALED: tl.constexpr, LOW: tl.constexpr, GREEDY: tl.constexpr,
+    FILTERED: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Draw the token of a row and its log-prob, from the sums of the row's chunks."""
     number = tl.program_id(0).to(tl.int64)
@@ -198,7 +198,7 @@ def draw(
         chunk = _first(peaks == highest, inside, places)
     else:
         if FILTERED:
-            masses = tl.load(kept + number * chunks + places, mask=inside, other=0.0)
+            masses = tl.load(kept_mass + number * chunks + places, mask=inside, other=0.0)
         ends = tl.cumsum(masses, 0)
         aim = u * tl.sum(masses, 0)
         chunk = _first(ends > aim, masses > 0, places)
@@ -270,16 +270,16 @@ def sample(
     sizes = _sizes(logits, temperature)
     sizes |= {"LOW": LOW_BITS[logits.dtype], "CHUNKS": triton.next_power_of_2(chunks)}
     bounds = quotas = before = token_ids  # unused without a filter
-    kept = sums
+    kept_mass = sums
     if filtered:
         bounds, quotas = (token_ids.new_empty(rows, dtype=torch.int32) for _ in range(2))
-        kept, before = torch.empty_like(sums), torch.empty_like(sums, dtype=torch.int32)
+        kept_mass, before = torch.empty_like(sums), torch.empty_like(sums, dtype=torch.int32)
         find_bounds[(rows,)](
-            logits, maxima, bounds, quotas, kept, before, chunks, vocab_size, float(temperature), top_k,
+            logits, maxima, bounds, quotas, kept_mass, before, chunks, vocab_size, float(temperature), top_k,
             TOP_K=bounded, TOP_P=float(top_p), WIDE=WIDE, **sizes, **bound_options(chip_of(logits.device)),
         )  # fmt: skip
     draw[(rows,)](
-        logits, uniform, maxima, sums, bounds, quotas, kept, before, token_ids, log_probs, chunks, vocab_size,
+        logits, uniform, maxima, sums, bounds, quotas, kept_mass, before, token_ids, log_probs, chunks, vocab_size,
         float(temperature), GREEDY=temperature == 0, FILTERED=filtered, **sizes, num_warps=8,
     )  # fmt: skip
     return token_ids, log_probs

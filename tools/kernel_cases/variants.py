@@ -142,7 +142,7 @@ def _decode_attention_variants(chip: Chip) -> list[KernelVariant]:
             KernelVariant(f"{name} combine", decode_attention_triton.combine, pointers, constants, launch.num_warps)
         )
     pointers = dict.fromkeys(("starts", "lengths", "num_rows", "parts", "parts_of"), "*i32")
-    integers = dict.fromkeys(("n", "num_parts", "wanted", "least"), "i32")
+    integers = dict.fromkeys(("n", "num_parts", "num_wanted", "least"), "i32")
     sizes = {"SIZE": 32, "ROWS": 1024}
     found.append(KernelVariant("decode_attention cut", decode_attention_triton.cut_kernel, pointers | integers, sizes))
     return found
@@ -361,7 +361,7 @@ def _sampling_variants(chip: Chip) -> list[KernelVariant]:
         sizes = {"WIDTH": 151936, "SCALED": True, "CHUNK": sampling_triton.CHUNK}
         found.append(KernelVariant(f"sampling chunks {name}", sampling_triton.reduce_chunks, reduced, sizes))
         sizes = sizes | {"LOW": sampling_triton.LOW_BITS[dtype], "CHUNKS": 64}
-        lists = {"bounds": "*i32", "quotas": "*i32", "kept": "*fp64", "before": "*i32"}
+        lists = {"bounds": "*i32", "quotas": "*i32", "kept_mass": "*fp64", "before": "*i32"}
         bounded = {"logits": f"*{name}", "maxima": "*fp32"} | lists | numbers | {"top_k": "i32"}
         for top_p in (0.95, 1.0):
             filters = {"TOP_K": True, "TOP_P": top_p, "WIDE": sampling_triton.WIDE}
