@@ -33,6 +33,8 @@ FOLDERS = {
 }
 MODULES = {
     "algorithms.registry": "algorithms.parameters",
+    "algorithms.reductions": "algorithms.token_advantages",
+    "algorithms.turn_advantages": "algorithms.token_advantages",
     "batch.balance": "batch.packing",
     "batch.tensors": "batch.ragged",
     "batch.transfer": "batch.ragged",
@@ -62,18 +64,25 @@ MODULES = {
     "data.video": "data.pictures",
     "engine.pictures": "engine.microbatch",
     "model.attention": "model.blocks.attention_modules",
+    "model.blocks.absent": "model.blocks.block",
+    "model.blocks.rope": "model.blocks.attention",
     "model.blocks.transformer_engine": "model.build",
+    "model.families.kimi": "model.families.deepseek",
+    "model.families.ministral": "model.families.llama",
+    "model.families.seed": "model.families.llama",
     "model.hf.defaults": "model.families.config_json",
     "model.hf.directory": "model.hf_files",
     "model.hf.families": "model.families.config_json",
     "model.hf.files": "model.hf_files",
     "model.hf_directory": "model.hf_files",
     "model.layers": "model.blocks.layers",
+    "model.mxfp4": "model.hf_files",
     "model.operations": "model.shape",
     "model.packed": "model.gpt",
-    "model.rope": "model.blocks.rope",
+    "model.rope": "model.blocks.attention",
     "model.router": "model.blocks.router",
     "model.sizes": "model.shape",
+    "model.tensor_parallel": "model.exact",
     "model.transformer_engine": "model.build",
     "model.vision_rules": "model.architecture",
     "plan.command": "forecast.command",
@@ -150,7 +159,14 @@ MODULES = {
     "workers.tool_pictures": "workers.prompt_pictures",
     "workers.verdict_cache": "workers.judge",
 }
-KEPT = ("rollout.agent.tools", "telemetry.curves", "telemetry.scalars", "telemetry.summary")
+KEPT = (
+    "model.blocks.absent",
+    "model.blocks.rope",
+    "rollout.agent.tools",
+    "telemetry.curves",
+    "telemetry.scalars",
+    "telemetry.summary",
+)
 
 
 def new_name(old: str) -> str | None:

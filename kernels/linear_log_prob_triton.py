@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
+from hpcrl.kernels import HEAD_CHUNK_BYTES, HEAD_CHUNKS
 from hpcrl.kernels.fp32_product import add_product, added, product, slices, sums_in_fp32
 from hpcrl.kernels.vocabulary import OwnSums, SplitSoftmax
 

@@ -271,7 +271,7 @@ FAULTS = [
     Fault(
         "gae",
         "estimators give verl's numbers",
-        "algorithms/reductions.py",
+        "algorithms/token_advantages.py",
         "valid, gamma * lam)",
         "valid, lam)",
         0,
@@ -280,7 +280,7 @@ FAULTS = [
     Fault(
         "gae-by-hand",
         "each estimator has a hand-computed case",
-        "algorithms/reductions.py",
+        "algorithms/token_advantages.py",
         "rewards + gamma * next_values - values",
         "rewards + next_values - values",
         0,

@@ -5,12 +5,15 @@ on its own sequence up to itself only: not on the number of other tokens, on the
 whether it comes in a prompt, one at a time, or in a packed micro-batch. Norms, rotary embeddings and other operations
 on single tokens have this property; the matrix products, attention and sums over ranks in this file have it too.
 
+`TensorParallel` is a group of ranks as decoding and sampling use it, whose sums are exact or not.
+
 Without kernels, products and attention of bf16 are computed in fp32 and rounded. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -219,6 +222,44 @@ def exact_sum(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     parts = partial.new_empty(group.size(), *partial.shape)
     dist.all_gather_into_tensor(parts, partial.contiguous(), group=group)
     return _in_order(parts.unbind(0))
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A tensor-parallel group; with one rank every call is the identity. `exact` sums in rank order."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size > 1 and self.group is None:
+            raise ValueError(f"tensor parallelism over {self.size} ranks needs a process group")
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Return the sum over ranks; `partial` may be overwritten."""
+        if self.exact:
+            return exact_sum(partial, self.group)
+        if self.size > 1:
+            dist.all_reduce(partial, group=self.group)
+        return partial
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """(n, m) on each rank -> (n, size * m) on all, in rank order."""
+        if self.size == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self.group)
+        return torch.cat(parts, dim=1)
+
+    def smallest(self, number: int) -> int:
+        """Return the minimum over ranks. Collective."""
+        if self.size == 1:
+            return number
+        least = torch.tensor(number)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
 
 
 def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 
 from hpcrl.model.blocks.block import Box
 from hpcrl.model.families.config_json import CONFIG, FAMILIES, read_shape
-from hpcrl.model.mxfp4 import BLOCKS, SCALES, Mxfp4Slice, weight_of
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
@@ -38,6 +37,11 @@ SINGLE = "model.safetensors"
 MAX_BYTES = 5 * 10**9  # of a file, unless one tensor is larger; as in save_pretrained()
 # Fields of a shape in which a directory's model may differ: its weights mean the same
 NOT_WEIGHTS = ("max_position_embeddings", "windows", "init_std", "family", "tokenizer_size", "hf_keys")
+# MXFP4 of the OCP Microscaling Formats 1.0, section 5.3.2: numbers of 4 bits with an exponent for each 32 of them.
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two tensors of a weight
+GROUP = 32  # numbers with one exponent
+BIAS = 127  # of exponents
+POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with the other sign
 
 
 class Span(NamedTuple):
@@ -323,3 +327,46 @@ def whole_tensors(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         matrix = tensors[name][number]
         (matrix.T if matrix.dim() == 2 else matrix)[first::step] = part
     return tensors
+
+
+def weight_of(name: str, names: Container[str]) -> str:
+    """Return the weight that the tensor `name` of a file is a part of; its own name if it is whole."""
+    weight = name.removesuffix(BLOCKS).removesuffix(SCALES)
+    return weight if weight + BLOCKS in names and weight + SCALES in names else name
+
+
+class Mxfp4Slice:
+    """A weight (experts, in, out) of two tensors in uint8, which is read like a slice of a safetensors file.
+
+    blocks: (experts, out, in / 32, 16), each byte with two numbers, of which the first has the lower bits. scales:
+    (experts, out, in / 32).
+    """
+
+    def __init__(self, name: str, blocks: Any, scales: Any) -> None:
+        self._blocks, self._scales = blocks, scales
+        sizes, dtypes = (blocks.get_shape(), scales.get_shape()), {blocks.get_dtype(), scales.get_dtype()}
+        if dtypes != {"U8"} or len(sizes[0]) != 4 or sizes[0][3] != GROUP // 2 or sizes[0][:3] != sizes[1]:
+            raise InputError(
+                f"{name}: blocks of {sizes[0]} and scales of {sizes[1]} in {' and '.join(sorted(dtypes))}; expected "
+                f"U8 (experts, rows, groups, {GROUP // 2}) and (experts, rows, groups): copy the directory again"
+            )
+
+    def get_shape(self) -> list[int]:
+        experts, rows, groups, _ = self._blocks.get_shape()
+        return [experts, groups * GROUP, rows]
+
+    def __getitem__(self, place: tuple[int, slice, slice]) -> Tensor:
+        """Return a part of one expert's matrix, fp32; only the groups that it needs are read. The second slice may have
+        a step, which slices of files do not have."""
+        import torch
+
+        number, inner, outer = place
+        first, last = inner.start // GROUP, -(-inner.stop // GROUP)
+        read = number, slice(outer.start, outer.stop), slice(first, last)
+        blocks, scales = (part[read][:: outer.step or 1] for part in (self._blocks, self._scales))
+        numbers = torch.tensor((*POSITIVE, *(-number for number in POSITIVE)))
+        of_bytes = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), -1)
+        values = torch.nn.functional.embedding(blocks.int(), of_bytes)  # (rows, groups, 16, 2)
+        factors = torch.ldexp(torch.ones(scales.shape), scales.int() - BIAS)
+        values = values.mul_(factors[..., None, None]).flatten(1)
+        return values[:, inner.start - first * GROUP : inner.stop - first * GROUP].T

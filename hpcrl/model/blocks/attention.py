@@ -1,28 +1,58 @@
-"""Attention over heads, and grouped-query attention. No torch; modules are in `attention_modules`."""
+"""Attention over heads, grouped-query attention, and what their rotary embedding is. No torch; modules are in
+`attention_modules`, angles in `rope_angles`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from hpcrl.model.blocks.block import Block, CachedHeads, Feature, Projection, Weight
 from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, MicroBatch
 from hpcrl.model.blocks.norms import norm_module, norm_weight
-from hpcrl.model.blocks.rope import Rope
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from torch import Tensor
 
     from hpcrl.model.blocks.attention_modules import AttentionStep, Linear
-    from hpcrl.model.tensor_parallel import TensorParallel
+    from hpcrl.model.exact import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
 ATTENTION = Launches(68, 172, 47, 10)  # with the norms and sums of the layer
 HEAD_NORM = Launches(10, 56, 8, 1)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How a rotary embedding is extended beyond the sequence length of the first training; names are those of
+    config.json, formulas are in `hpcrl.model.blocks.rope_angles`."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position_embeddings: int = 0  # of "llama3" and "yarn"
+    low_freq_factor: float = 1.0  # of "llama3"
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # of "yarn"
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # of the embedding
+    mscale_all_dim: float = 0.0  # of DeepSeek's "yarn": sharpens the softmax, see ModelShape.softmax_scale
+    truncate: bool = field(default=True, repr=False)  # of "yarn": whether the bounds of its ramp are whole dimensions
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of a layer's queries and keys: of the first `dim` numbers of a head, with the base `theta`.
+
+    With `axes` a token of a picture has several positions, and frequency i turns with that of axis `axes[i]`.
+    """
+
+    dim: int
+    theta: float
+    scaling: RopeScaling | None = None
+    axes: tuple[int, ...] | None = None
 
 
 class Heads(NamedTuple):

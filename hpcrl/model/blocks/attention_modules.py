@@ -17,8 +17,8 @@ from hpcrl.kernels.chips import chip_of
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.packed_attention import add_sinks, by_library, causal_attention, is_fused, window_mask
 from hpcrl.kernels.store_heads import HeadWeights
+from hpcrl.model.blocks.attention import Rope
 from hpcrl.model.blocks.layers import norm_factor, plus, sharded_state, split_rms_norm
-from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.exact import exact_attention, has_attention_kernel, packed_attention, with_gradient_of
 from hpcrl.model.gpt import PackedTokens, Tail
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from hpcrl.model.blocks.attention import Attention
-    from hpcrl.model.tensor_parallel import TensorParallel
+    from hpcrl.model.exact import TensorParallel
 
 Linear = Callable[[Tensor, Tensor], Tensor]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from hpcrl.kernels.budget import DELTA_CHUNK, chunk_width
+from hpcrl.kernels import DELTA_CHUNK, chunk_width
 from hpcrl.model.blocks.block import Block, CachedState, Feature, Projection, Weight
 from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, Matrix, MicroBatch, Products
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.recurrent_modules import RecurrentStep
-    from hpcrl.model.tensor_parallel import TensorParallel
+    from hpcrl.model.exact import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hpcrl.model.adapters import LowRankUpdate
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.mixture import MixtureOfExperts
-    from hpcrl.model.tensor_parallel import TensorParallel
+    from hpcrl.model.exact import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 # The sum of the experts of x (n, hidden) by weights fp32 (n, k) and ids int64 (n, k) of this rank's experts.

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, and experts in groups. No torch."""
+"""DeepSeek-V2 and V3: latent attention, and experts in groups; Kimi-K2 is V3 by another name. No torch."""
 
 from __future__ import annotations
 
@@ -190,3 +190,4 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", _DEEPSEEK, NO_BIAS | V2_FIXED, v2_fields, v2_keys),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK, NO_BIAS | V3_FIXED, v3_fields, v3_keys),
 }
+DEFAULTS["kimi_k2"], FAMILIES["kimi_k2"] = DEFAULTS["deepseek_v3"], FAMILIES["deepseek_v3"]

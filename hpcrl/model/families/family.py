@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrl.model.blocks.attention import Attention
-from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.attention import Attention, Rope
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError

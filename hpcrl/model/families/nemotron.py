@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpcrl.model.blocks.absent import half_layer
-from hpcrl.model.blocks.block import Layer
+from hpcrl.model.blocks.block import Layer, half_layer
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.mamba import Mamba
 from hpcrl.model.blocks.mixture import MixtureOfExperts

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.model.blocks.rope import Rope, RopeScaling
+from hpcrl.model.blocks.attention import Rope, RopeScaling
 from hpcrl.runtime.exits import InputError
 
 PARTIAL = "partial_rotary_factor"
