@@ -32,8 +32,8 @@ FOLDERS = {
     "model.hf": "model",
 }
 MODULES = {
-    "algorithms.registry": "algorithms.parameters",
     "algorithms.reductions": "algorithms.token_advantages",
+    "algorithms.registry": "algorithms.parameters",
     "algorithms.turn_advantages": "algorithms.token_advantages",
     "batch.balance": "batch.packing",
     "batch.tensors": "batch.ragged",
@@ -69,6 +69,7 @@ MODULES = {
     "model.blocks.transformer_engine": "model.build",
     "model.families.kimi": "model.families.deepseek",
     "model.families.ministral": "model.families.llama",
+    "model.families.rope_keys": "model.families.family",
     "model.families.seed": "model.families.llama",
     "model.hf.defaults": "model.families.config_json",
     "model.hf.directory": "model.hf_files",

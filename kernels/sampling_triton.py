@@ -13,10 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.random import philox_impl
 
 from hpcrl.kernels.chips import Chip, chip_of
+from hpcrl.kernels.sampling import ROUNDS as _ROUNDS
 from hpcrl.kernels.sampling import Partials
 
+NUMBERS = 128  # random numbers of a program, one per lane
+ROUNDS = tl.constexpr(_ROUNDS)
 CHUNK = 4096  # ids that a program reduces, and from which the token is drawn
 WIDE = 4096  # ids per step of the search for a filter's bound
 MAX_REGISTERS = 128  # of 16 warps' threads; by default the compiler may use 64 and spill
@@ -283,3 +287,25 @@ def sample(
         float(temperature), GREEDY=temperature == 0, FILTERED=filtered, **sizes, num_warps=8,
     )  # fmt: skip
     return token_ids, log_probs
+
+
+@triton.jit
+def draw_uniforms(keys, positions, sample_indices, step, numbers, n, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < n
+    key_0 = tl.load(keys + place, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    key_1 = tl.load(keys + n + place, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    position = tl.load(positions + place, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    sample = tl.load(sample_indices + place, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    zero = tl.zeros((BLOCK,), tl.uint32)
+    trainer_step = zero + tl.load(step).to(tl.uint32, bitcast=True)
+    word, _, _, _ = philox_impl(position, sample, trainer_step, zero, key_0, key_1, ROUNDS)
+    tl.store(numbers + place, (word.to(tl.float64) + 0.5) * (2.0**-32), mask=inside)
+
+
+def uniforms(keys: Tensor, positions: Tensor, sample_indices: Tensor, step: Tensor) -> Tensor:
+    n = len(positions)
+    numbers = positions.new_empty(n, dtype=torch.float64)
+    if n:
+        draw_uniforms[(triton.cdiv(n, NUMBERS),)](keys, positions, sample_indices, step, numbers, n, NUMBERS)
+    return numbers

@@ -21,13 +21,7 @@ from hpcrl.engine.data_parallel import DataParallelChunks, Overlap, sums_weight_
 from hpcrl.engine.microbatch import MicroBatch, column_of, make_micro_batches, needed_count, recorded_experts
 from hpcrl.engine.model_state import load_model_state, model_state, state_metadata
 from hpcrl.engine.offload import offload_of
-from hpcrl.engine.optim import (
-    build_optimizer,
-    clip_gradients,
-    gradient_norm,
-    learning_rate,
-    sum_gradients,
-)
+from hpcrl.engine.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, sum_gradients
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.blocks.router import RouterLosses

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.model.families.config_json import CONFIG, hf_config, read_shape, shape_from_hf
-from hpcrl.model.families.rope_keys import rope_from_hf
+from hpcrl.model.families.family import rope_from_hf
 from hpcrl.model.hf_files import Safetensors
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision, tower_tensors

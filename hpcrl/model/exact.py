@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         if use_triton("exact_product", x):
-            from hpcrl.kernels.exact_product_triton import exact_product
+            from hpcrl.kernels.exact_triton import exact_product
 
             return exact_product(x, weight, dtype)
         return _product(x.float(), weight.t().float()).to(dtype)
@@ -139,7 +139,7 @@ def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles)
     """`exact_attention` of queries (n, KV heads, queries per KV head, d) to keys (blocks, KV heads, d, PAGE) and values
     (blocks, KV heads, PAGE, d): the shape of the queries. No gradient."""
     if has_attention_kernel(queries):
-        from hpcrl.kernels.exact_attention_triton import attention
+        from hpcrl.kernels.exact_triton import attention
 
         return attention(queries, keys, values, tiles.blocks, tiles.numbers, tiles.tokens)
     first, sizes, position, start = tiles.numbers.long().unsqueeze(-1).unbind(1)

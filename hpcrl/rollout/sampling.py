@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpcrl.kernels import sampling as kernels
 from hpcrl.kernels.dispatch import use_triton
-from hpcrl.kernels.philox import MULTIPLIERS, ROUNDS, WEYL
+from hpcrl.kernels.sampling import MULTIPLIERS, ROUNDS, WEYL
 from hpcrl.model.exact import TensorParallel, exact_log_probs
 from hpcrl.rollout.protocol import SamplingParams
 

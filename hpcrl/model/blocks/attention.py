@@ -281,7 +281,7 @@ class Attention(HeadsBlock):
         if self.has_gate:
             spec.submodules.self_attention.module = GatedAttention
         if self.qk_norm == "all":
-            shared = {"group": groups.pgc.tp, "zero_centered": self.zero_centered}
+            shared = {"tp_group": groups.pgc.tp, "zero_centered": self.zero_centered}
             attention.q_layernorm, attention.k_layernorm = (
                 type("HeadsNorm", (SplitRMSNorm,), {**shared, "width": number * self.head_dim})
                 for number in (self.num_heads, self.num_groups)

@@ -20,15 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from hpcrl.kernels.grouped_experts import (
-    TOKENS,
-    Biases,
-    ExpertWeights,
-    Operand,
-    Order,
-    grouped_linear,
-    place_in_stack,
-)
+from hpcrl.kernels.grouped_experts import TOKENS, Biases, ExpertWeights, Operand, Order, grouped_linear, place_in_stack
 from hpcrl.model.blocks.layers import BiasedColumnParallel, BiasedExpertOutput, FeedForwardStep, activate
 from hpcrl.model.blocks.router import Router, Routing, route
 from hpcrl.model.exact import exact_linear

@@ -17,8 +17,18 @@ from typing import Any
 
 from hpcrl.model.blocks.attention import HeadsBlock
 from hpcrl.model.blocks.block import Layer
-from hpcrl.model.families.family import COMMON, Family, head_dim_of, layer_types_of
-from hpcrl.model.families.rope_keys import FULL, SLIDING, rope_from_hf, rope_of, rope_section, rope_to_hf
+from hpcrl.model.families.family import (
+    COMMON,
+    FULL,
+    SLIDING,
+    Family,
+    head_dim_of,
+    layer_types_of,
+    rope_from_hf,
+    rope_of,
+    rope_section,
+    rope_to_hf,
+)
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import MOST_LAYERS, VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError

@@ -7,18 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpcrl.model.blocks.mixture import MixtureOfExperts
-from hpcrl.model.families.family import (
-    COMMON,
-    ENDS,
-    HF,
-    LAYER,
-    MEGATRON,
-    MLP,
-    NO_BIAS,
-    QWEN_MLP,
-    Family,
-    Names,
-)
+from hpcrl.model.families.family import COMMON, ENDS, HF, LAYER, MEGATRON, MLP, NO_BIAS, QWEN_MLP, Family, Names
 from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.runtime.exits import InputError
 
