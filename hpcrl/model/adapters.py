@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hpcrl.model.blocks.layers import SplitModule
+from hpcrl.model.blocks.layers import SplitModule, mark
 from hpcrl.model.shape import FACTORS, Lora, is_adapter
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Adapter(SplitModule):
         self.split_axes = {"lora_A": 1} if is_row_parallel else {"lora_B": 0}
         replicated = self.lora_B if is_row_parallel else self.lora_A
         # Each rank has a part of this factor's gradient: that of its tokens, or in an expert of its columns.
-        replicated.sequence_parallel = layer.sequence_parallel and not layer.is_expert  # type: ignore[attr-defined]
-        replicated.expert_tensor_parallel = layer.is_expert  # type: ignore[attr-defined]
+        is_expert = layer.is_expert
+        mark(replicated, sequence_parallel=layer.sequence_parallel and not is_expert, expert_tensor_parallel=is_expert)
 
 
 # By row and sequence parallelism. The first two copy the input of each rank's rows of B, and sum the ranks' parts of

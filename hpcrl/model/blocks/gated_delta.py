@@ -121,9 +121,11 @@ class GatedDelta(Block):
         )
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
-        from hpcrl.model.blocks.gated_delta_modules import gated_delta_net
+        from megatron.core.transformer.spec_utils import ModuleSpec
 
-        spec.submodules.self_attention = gated_delta_net(self)
+        from hpcrl.model.blocks.gated_delta_modules import GatedDeltaNet
+
+        spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"block": self})
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> RecurrentStep:
         from hpcrl.model.blocks.gated_delta_modules import rollout_step

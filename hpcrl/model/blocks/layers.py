@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from hpcrl.model.blocks.feed_forward import Activation as ActivationName
 
 
+def mark(parameter: Tensor, **marks: bool) -> None:
+    """Set attributes of a parameter that megatron reads."""
+    for name, value in marks.items():
+        setattr(parameter, name, value)
+
+
 LATENT_NORM_EPS = 1e-6  # of latents, in all models, independent of the other norms' eps
 
 
@@ -48,7 +54,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, norm_factor(self.weight, self.zero_centered), self.eps)
@@ -286,7 +292,7 @@ class BiasedExpertOutput(BiasedRowParallel):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.bias.sequence_parallel = False
+        mark(self.bias, sequence_parallel=False)
 
 
 def use_exact_linear(model: torch.nn.Module) -> None:
@@ -298,8 +304,8 @@ def use_exact_linear(model: torch.nn.Module) -> None:
             module._forward_impl = partial(_column_product, module, dtype)
         elif isinstance(module, RowParallelLinear):
             module.forward = partial(_row_parallel, module)
-        if getattr(module, "gradient_accumulation_fusion", False) and module.weight is not None:
-            module.weight.sums_in_fp32 = True  # type: ignore[union-attr]
+        if getattr(module, "gradient_accumulation_fusion", False) and isinstance(module.weight, Tensor):
+            mark(module.weight, sums_in_fp32=True)
 
 
 def _column_product(

@@ -127,9 +127,11 @@ class Mamba(Block):
         )
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
-        from hpcrl.model.blocks.mamba_modules import mamba
+        from megatron.core.transformer.spec_utils import ModuleSpec
 
-        spec.submodules.self_attention = mamba(self)
+        from hpcrl.model.blocks.mamba_modules import MambaMixer
+
+        spec.submodules.self_attention = ModuleSpec(module=MambaMixer, params={"block": self})
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> RecurrentStep:
         from hpcrl.model.blocks.mamba_modules import rollout_step

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from hpcrl.model.blocks.layers import mark
 from hpcrl.model.exact import exact_linear
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Router(TopKRouter):
         if block.has_bias:
             self.bias = torch.nn.Parameter(torch.empty(block.num_experts, dtype=config.params_dtype))
             # Each rank has the gradient of its tokens.
-            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            mark(self.bias, sequence_parallel=config.sequence_parallel)
         if block.has_score_bias:
             bias = torch.zeros(block.num_experts, dtype=config.params_dtype)
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
