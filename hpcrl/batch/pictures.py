@@ -87,7 +87,7 @@ class PictureColumn(PicturePlaces):
 
     @classmethod
     def of(cls, places: PicturePlaces, values: Sequence[np.ndarray], *, are_features: bool = False) -> PictureColumn:
-        """values: those of each distinct picture, of any shape."""
+        """values: an array for each distinct picture, of any shape."""
         rows = Ragged.from_rows([each.reshape(-1) for each in values], np.float32)
         return cls(**vars(places), values=rows, are_features=are_features)
 

@@ -92,7 +92,8 @@ def matrices_of(
 ) -> list[Matrix]:
     """Return the trained matrices of a pipeline stage, of its experts or all others, in the same order on every rank.
 
-    places: by chunk and local name, of all ranks of the stage, whose buffers are alike. cost: of a matrix.
+    places: where parameters are in buckets, by chunk and local name; equal on all ranks of the stage. cost: returns the
+    work of updating a matrix.
     """
     parts: dict[str, list[tuple[Shard, tuple[Range, ...]]]] = {}
     dims = ("edp",) if is_expert else ("dp", "cp")
@@ -137,7 +138,7 @@ def replace_projections(shard: Shard, matrix: Tensor, function: Function) -> Non
 class MatrixUpdates:
     """The matrices of which this rank updates ranges: see `hpcrl.algorithms.optimizers.optimizer.WholeMatrices`.
 
-    places: those of `matrices_of`. weights: by name, the ranges of this rank's matrices, (n,) fp32.
+    places: see `matrices_of`. weights: this rank's ranges of matrices, by the names of the matrices, (n,) fp32.
     """
 
     chosen: Optimizer

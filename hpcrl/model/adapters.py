@@ -118,7 +118,7 @@ class MergedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shards: Iterable[Shard], lora: Lora) -> None:
-        """shards: those of the weights."""
+        """shards: this rank's parts of the weights and the adapters."""
         self._weights, self._lora = weights, lora
         self._adapted = {
             shard.name: shard

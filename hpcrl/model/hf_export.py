@@ -61,8 +61,8 @@ def plan_files(shape: ModelShape, itemsize: int, num_writers: int) -> list[HfFil
 
 
 class TokenizerFiles(NamedTuple):
-    """Whose files an export copies. token_ids: of config.json and generation_config.json, such as `eos_token_id`.
-    chat_template: in place of the tokenizer's own."""
+    """The directory whose tokenizer an export copies. token_ids: keys that config.json and generation_config.json get,
+    such as `eos_token_id`. chat_template: replaces the tokenizer's own."""
 
     folder: Path
     token_ids: Mapping[str, int | list[int]] = {}

@@ -99,8 +99,9 @@ class CheckpointStore:
     ) -> Path:
         """Commit the checkpoint of `step`, after all ranks have written and fsynced their files.
 
-        written: those files, which are not read again. metric: value of the retention's metric at this step. A kill at
-        any point leaves this checkpoint or the previous one complete. Raises OSError if it failed; then call `discard`.
+        written: the files of all ranks, which are not read again. metric: value of the retention's metric at this step.
+        A kill at any point leaves this checkpoint or the previous one complete. Raises OSError if it failed; then call
+        `discard`.
         """
         pending, final, replaced = self.pending(step), self.folder(step), self.root / f"step_{step:08d}.replaced"
         best = {"best_metric": {"name": self._retention.metric, "value": metric}} if self._retention.metric else {}

@@ -268,8 +268,8 @@ class MixtureOfExperts(Block):
         )
 
     def _uneven(self, batch: MicroBatch, rows: float) -> float:
-        """Return the rows of the expert-parallel rank with most, as a multiple of the mean: as many as chance gives it,
-        times those of the experts that routers prefer."""
+        """Return the rows of the expert-parallel rank that has the most, as a multiple of the mean: by chance, times
+        the preference of routers for some experts."""
         ep = batch.layout.ep
         preferred = fullest_rank(ep, self.num_experts, batch.load_imbalance)
         return min(float(ep), most_of(ep, rows * ep) * preferred)
@@ -292,8 +292,8 @@ class MixtureOfExperts(Block):
 
 
 def fullest_rank(ranks: int, num_experts: int, imbalance: float) -> float:
-    """Return the tokens of the expert-parallel rank with most, as a multiple of the mean. imbalance: of the expert with
-    most.
+    """Return the tokens of the expert-parallel rank that has the most, as a multiple of the mean. imbalance: the same
+    of the expert that has the most.
 
     Experts' loads are taken to be independent and normal, so that the largest of n is m(n) standard deviations above
     the mean, with m(n) the normal quantile at (n - 3/8) / (n + 1/4) (Blom 1958). The mean of a rank's k experts has a

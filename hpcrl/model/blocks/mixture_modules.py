@@ -137,7 +137,7 @@ class _Updates:
     """The low-rank updates of one linear layer of all experts."""
 
     def __init__(self, updates: Sequence[LowRankUpdate]) -> None:
-        """updates: of each expert, or none."""
+        """updates: one for each expert; empty without adapters."""
         self._factors: dict[str, tuple[ExpertWeights, ...]] = {}
         for first in updates[:1]:
             self._scale, self._rows = first.scale, first.rows

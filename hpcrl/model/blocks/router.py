@@ -66,8 +66,8 @@ class Routing:
 
     sequences: int64 (S,), the sequence of a token, N for padding. lengths: int64 (N,), tokens of each sequence on all
     ranks. layers: the model's MoE layers, in order. replayed: (S, layers, topk) int16, the experts to use, or
-    `NOT_RECORDED`; None: the router chooses. losses: of the optimizer step, None outside of one. recorded: by layer,
-    int16 (S / tp, topk), filled by the routers if it is a dict.
+    `NOT_RECORDED`; None: the router chooses. losses: what the optimizer step adds up, None outside of a step.
+    recorded: the chosen experts of each layer, int16 (S / tp, topk), which routers add to the dict; None: they do not.
     """
 
     sequences: Tensor

@@ -26,8 +26,8 @@ class Family:
     fixed: keys that must have these values if they are present. fields: fields of ModelShape beyond Llama's, from
     config.json; with `blocks` the family's config.json is kept as it was read, and needs no `keys`. keys: keys of
     config.json beyond Llama's, from the shape. others: a pattern of tensors that the files may have besides those of
-    the model; an export copies them from the directory that the model was read from. tower: of a vision-language
-    model, whose config.json has sections for text and vision, the prefix of the tower's tensors. quantised: the
+    the model; an export copies them from the directory that the model was read from. tower: the prefix of the tower's
+    tensors in a vision-language model, whose config.json has sections for text and vision. quantised: the
     `quant_method` of files that are read; exports are not quantised. renamed: config.json, with defaults, with the
     names of keys that all families have, and without older names.
     """
@@ -116,8 +116,8 @@ COMMON = {
 
 
 def layer_types_of(config: Mapping[str, Any], default: Callable[[int], str], *kinds: str) -> list[str]:
-    """Return the kind of each layer, one of `kinds`. config: with defaults. default: by the layer's number, if
-    config.json does not name them."""
+    """Return the kind of each layer, one of `kinds`. config: config.json with defaults. default: returns the kind of a
+    layer, given its number, if config.json does not name the kinds."""
     count, given = config["num_hidden_layers"], config.get("layer_types")
     if given is None:
         return [default(layer) for layer in range(count)]
@@ -167,7 +167,7 @@ def rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 def rope_of(config: Mapping[str, Any], head_dim: int, section: Any = None) -> Rope:
     """Return the rotary embedding of heads of `head_dim` numbers. Raises InputError for an unsupported kind.
 
-    config: with defaults. section: the keys of these layers; None: those of all layers.
+    config: config.json with defaults. section: the keys of these layers; None: the section for all layers.
     """
     rope = rope_section(config) if section is None else section
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
