@@ -32,6 +32,8 @@ FOLDERS = {
     "model.hf": "model",
 }
 KEPT = {  # old module -> new module, which is imported in its place
+    "model.blocks.absent": "model.blocks.block",
+    "model.blocks.rope": "model.blocks.attention",
     "rollout.agent.tools": "rollout.environments.tools",
     "telemetry.curves": "observe.report.curves",
     "telemetry.scalars": "observe.report.scalars",
@@ -46,10 +48,10 @@ def new_name(old: str) -> str | None:
     """
     package, _, inside = old.partition(".")
     folder, _, module = inside.rpartition(".")
+    if package == __package__ and inside in KEPT:
+        return f"{package}.{KEPT[inside]}"
     if package != __package__ or folder not in FOLDERS:
         return None
-    if inside in KEPT:
-        return f"{package}.{KEPT[inside]}"
     import os
 
     root, beside = os.path.dirname(__file__), FOLDERS[folder].replace(".", os.sep)

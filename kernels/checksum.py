@@ -44,12 +44,12 @@ def add_checksum(
     width = min(values.size(1), COLS_AT_ONCE, at_once)
     height = max(1, at_once // width)
     bits = BITS[dtype.itemsize]
-    for left in range(0, values.size(1), width):
-        block = values[:, left : left + width]
-        of_col = odd_hashes(col + left, col + left + block.size(1), COLS, values.device)
-        for top in range(0, values.size(0), height):
-            part = block[top : top + height]
-            of_row = odd_hashes(row + top, row + top + part.size(0), ROWS, values.device)
+    for first_col in range(0, values.size(1), width):
+        block = values[:, first_col : first_col + width]
+        of_col = odd_hashes(col + first_col, col + first_col + block.size(1), COLS, values.device)
+        for first_row in range(0, values.size(0), height):
+            part = block[first_row : first_row + height]
+            of_row = odd_hashes(row + first_row, row + first_row + part.size(0), ROWS, values.device)
             words = part.to(dtype).view(bits).to(torch.int64, copy=True)
             total += (words.mul_(of_col).sum(1) * of_row).sum()
 

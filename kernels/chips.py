@@ -21,7 +21,10 @@ SHARED_BYTES = dict.fromkeys([(8, 0), (8, 7)], 163 * KIB) | dict.fromkeys([(9, 0
 
 
 class Chip(NamedTuple):
-    """shared_bytes: of a program at most (AMD: LDS). flash_attention: its newest version in libraries, 0: none.
+    """What a GPU can do.
+
+    shared_bytes: the most shared memory of a program (AMD: LDS). flash_attention: the newest version of FlashAttention
+    that libraries have for it; 0: none.
     lower_right: whether torch's fused attention has the causal mask of a sequence's last queries; AMD's libraries
     align causal masks at the first key. grouped_product: whether torch multiplies groups of bf16 matrices in one
     launch, for which the host does not wait. fp8: torch's name of the dtype of 8-bit products, empty without them.

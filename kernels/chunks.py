@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.budget import chunk_width
+from hpcrl.kernels import chunk_width
 
 
 class Chunks(NamedTuple):

@@ -85,14 +85,14 @@ def attend(
             scores = tl.where((tile * TILE + place < tokens)[None, :], scores * scale, MASKED)
             higher = tl.maximum(maximum, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
-            kept = tl.exp2(maximum - higher)
-            total_weight = total_weight * kept + tl.sum(weights, 1)
-            total = tl.dot(weights.to(value.dtype), value, total * kept[:, None], input_precision="ieee")
+            factor = tl.exp2(maximum - higher)
+            total_weight = total_weight * factor + tl.sum(weights, 1)
+            total = tl.dot(weights.to(value.dtype), value, total * factor[:, None], input_precision="ieee")
             maximum = higher
-        found = (part.to(tl.int64) * HEADS + head) * PER_HEAD + query
-        tl.store(maxima + found, maximum, mask=query < PER_HEAD)
-        tl.store(sums + found, total_weight, mask=query < PER_HEAD)
-        tl.store(totals + found[:, None] * VALUE + of_value[None, :], total, mask=real & (of_value < VALUE)[None, :])
+        at_out = (part.to(tl.int64) * HEADS + head) * PER_HEAD + query
+        tl.store(maxima + at_out, maximum, mask=query < PER_HEAD)
+        tl.store(sums + at_out, total_weight, mask=query < PER_HEAD)
+        tl.store(totals + at_out[:, None] * VALUE + of_value[None, :], total, mask=real & (of_value < VALUE)[None, :])
 
 
 @triton.jit
@@ -111,28 +111,28 @@ def combine(
     total = tl.zeros((VALUE_BLOCK,), tl.float32)
     for begin in range(0, count, AT_ONCE):
         valid = begin + number < count
-        found = (first + begin + number) * QUERIES + query
-        part_maxima = tl.load(maxima + found, mask=valid, other=MASKED)
-        part_sums = tl.load(sums + found, mask=valid, other=0.0)
+        at_in = (first + begin + number) * QUERIES + query
+        part_maxima = tl.load(maxima + at_in, mask=valid, other=MASKED)
+        part_sums = tl.load(sums + at_in, mask=valid, other=0.0)
         inside = valid[:, None] & (column < VALUE)[None, :]
-        part_totals = tl.load(totals + found[:, None] * VALUE + column[None, :], mask=inside, other=0.0)
+        part_totals = tl.load(totals + at_in[:, None] * VALUE + column[None, :], mask=inside, other=0.0)
         higher = tl.maximum(maximum, tl.max(part_maxima, 0))
-        kept, factors = tl.exp2(maximum - higher), tl.exp2(part_maxima - higher)
-        total_weight = total_weight * kept + tl.sum(part_sums * factors, 0)
-        total = total * kept + tl.sum(part_totals * factors[:, None], 0)
+        factor, factors = tl.exp2(maximum - higher), tl.exp2(part_maxima - higher)
+        total_weight = total_weight * factor + tl.sum(part_sums * factors, 0)
+        total = total * factor + tl.sum(part_totals * factors[:, None], 0)
         maximum = higher
     if HAS_SINKS:
         sink = tl.load(sinks + query).to(tl.float32) * OF_SINKS
         higher = tl.maximum(maximum, sink)
-        kept = tl.exp2(maximum - higher)
-        total_weight = total_weight * kept + tl.exp2(sink - higher)
-        total = total * kept
+        factor = tl.exp2(maximum - higher)
+        total_weight = total_weight * factor + tl.exp2(sink - higher)
+        total = total * factor
     tl.store(outputs + program * VALUE + column, (total / total_weight).to(outputs.dtype.element_ty), column < VALUE)
 
 
 @triton.jit
 def cut_kernel(
-    starts, lengths, num_rows, parts, parts_of, n, num_parts, wanted, least, SIZE: tl.constexpr, ROWS: tl.constexpr
+    starts, lengths, num_rows, parts, parts_of, n, num_parts, num_wanted, least, SIZE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """`hpcrl.kernels.decode_attention.cut_rows`, by one program."""
     row = tl.arange(0, ROWS)
@@ -140,7 +140,7 @@ def cut_kernel(
     real = row < tl.load(num_rows)
     start = tl.load(starts + row, mask=inside, other=0)
     length = tl.load(lengths + row, mask=inside & real, other=0)
-    longest = tl.maximum(tl.cdiv(tl.sum(length, 0), wanted), least)
+    longest = tl.maximum(tl.cdiv(tl.sum(length, 0), num_wanted), least)
     unit = SIZE * tl.maximum(tl.cdiv(length, longest), 1)
     tokens = tl.cdiv(length, unit) * SIZE
     counts = tl.cdiv(length, tl.maximum(tokens, 1))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hpcrl.kernels.budget import DELTA_CHUNK
+from hpcrl.kernels import DELTA_CHUNK
 from hpcrl.kernels.chunks import Chunks, by_chunk, chunks_of, decays, inside
 from hpcrl.kernels.dispatch import library, use_library
 

@@ -219,10 +219,10 @@ class Operand(NamedTuple):
         leaves = [part.detach().requires_grad_(need) for part, need in zip(rows, needed, strict=True)]
         with torch.enable_grad():
             a = self.function(*leaves)
-        found = iter(
+        gradients = iter(
             torch.autograd.grad(a, [leaf for leaf in leaves if leaf.requires_grad], grad) if any(needed) else ()
         )
-        return a.detach(), [next(found) if need else None for need in needed]
+        return a.detach(), [next(gradients) if need else None for need in needed]
 
 
 ROWS, TOKENS = Operand(), Operand(gathers=True)
@@ -309,12 +309,14 @@ class _GroupedProduct(NamedTuple):
         stack = _stack_for(grad, self.weights, self.order)
         adds_apart = needs_weights and self.weights.has_sums and self.weights.main_grads is None
         if stack is None or adds_apart:
-            found = self._by_expert(rows, needed, grad, needs_weights)
+            gradients = self._by_expert(rows, needed, grad, needs_weights)
         else:
-            found = self._at_once(rows, needed, grad, needs_weights, stack)
+            gradients = self._at_once(rows, needed, grad, needs_weights, stack)
         if self.operand.gathers:
-            return found._replace(inputs=[None if it is None else _sum_rows(it, self.order) for it in found.inputs])
-        return found
+            return gradients._replace(
+                inputs=[None if it is None else _sum_rows(it, self.order) for it in gradients.inputs]
+            )
+        return gradients
 
     def _at_once(
         self, rows: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, needs_weights: bool, stack: Tensor
@@ -328,8 +330,8 @@ class _GroupedProduct(NamedTuple):
             return Gradients(of_rows, [None] * len(weights.each))
         assert a is not None
         if not weights.has_sums:
-            found = torch.nn.functional.grouped_mm(grad.t(), a, offs=order.ends).unbind()
-            return Gradients(of_rows, found[::-1] if order.is_reversed else found)
+            products = torch.nn.functional.grouped_mm(grad.t(), a, offs=order.ends).unbind()
+            return Gradients(of_rows, products[::-1] if order.is_reversed else products)
         sums = weights.main_grads
         assert sums is not None
         if use_triton("expert_gradients", a):
@@ -349,11 +351,11 @@ class _GroupedProduct(NamedTuple):
         if not rows:
             of_rows = [grad.new_empty(len(grad), weights.each[0].size(1)) if needed[0] else None]
         of_weights: dict[int, Tensor] = {}
-        wanted = [part for part in of_rows if part is not None]
-        for weight, part, *parts in _parts_by_expert(weights, order, grad, *wanted, *rows):
-            targets, of_expert = parts[: len(wanted)], parts[len(wanted) :]
-            a, found = self.operand.backward(of_expert, needed, part @ weight if wanted else None)
-            for target, values in zip(targets, (values for values in found if values is not None), strict=True):
+        needed_rows = [part for part in of_rows if part is not None]
+        for weight, part, *parts in _parts_by_expert(weights, order, grad, *needed_rows, *rows):
+            targets, of_expert = parts[: len(needed_rows)], parts[len(needed_rows) :]
+            a, gradients = self.operand.backward(of_expert, needed, part @ weight if needed_rows else None)
+            for target, values in zip(targets, (values for values in gradients if values is not None), strict=True):
                 target.copy_(values)
             if needs_weights and weights.has_sums:
                 add_product(weight.main_grad, part.t(), a)  # type: ignore[attr-defined, arg-type]
@@ -421,12 +423,12 @@ def _has_grouped_product(device: torch.device, dtype: torch.dtype, *, is_fp8: bo
     try:
         ends = torch.tensor([8, 16], dtype=torch.int32, device=device)
         if is_fp8:
-            found = _fp8_product(a, b.to(FP8), torch.ones(2, 16, device=device), ends)
+            product = _fp8_product(a, b.to(FP8), torch.ones(2, 16, device=device), ends)
         else:
-            found = torch.nn.functional.grouped_mm(a, b, offs=ends)
+            product = torch.nn.functional.grouped_mm(a, b, offs=ends)
     except (AttributeError, NotImplementedError, TypeError, RuntimeError):
         return False
-    return bool((found == 16).all())
+    return bool((product == 16).all())
 
 
 class Biases:

@@ -96,11 +96,11 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ids, chunks = [], []
         for rows in slices(len(hidden), chunk_rows):
-            logits, wanted = logits_of(hidden[rows], weight), targets[rows]
+            logits, ids_of_rows = logits_of(hidden[rows], weight), targets[rows]
             if k:
                 ids.append(vocab_parallel_topk_ids(logits, k, group=softmax.group, vocab_size=softmax.vocab_size))
-                wanted = torch.cat([wanted, ids[-1]], dim=1)
-            chunks.append(softmax.sums(logits, wanted, entropy, sum_pi_squared)[0])
+                ids_of_rows = torch.cat([ids_of_rows, ids[-1]], dim=1)
+            chunks.append(softmax.sums(logits, ids_of_rows, entropy, sum_pi_squared)[0])
             del logits  # before the next chunk
         whole = RowSums._make(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden, weight, targets, whole.top, whole.log_sum, whole.entropies)

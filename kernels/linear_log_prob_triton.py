@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
+from hpcrl.kernels import HEAD_CHUNK_BYTES, HEAD_CHUNKS
 from hpcrl.kernels.fp32_product import add_product, added, product, slices, sums_in_fp32
 from hpcrl.kernels.vocabulary import OwnSums, SplitSoftmax
 
@@ -44,14 +44,14 @@ def add_columns(
         new_max = tl.maximum(x_max, tl.max(x, 0))
         # While all logits are -inf, differences are undefined.
         shift = tl.where(e_sum > 0, (x_max - new_max) / temperature, 0.0)
-        kept = tl.exp(shift)
+        factor = tl.exp(shift)
         z = (x - tl.where(new_max == -float("inf"), 0.0, new_max)) / temperature
         e = tl.exp(z)
         if ENTROPY:
-            ez_sum = kept * (ez_sum + shift * e_sum) + tl.sum(e * tl.where(e > 0, z, 0.0), 0)
+            ez_sum = factor * (ez_sum + shift * e_sum) + tl.sum(e * tl.where(e > 0, z, 0.0), 0)
         if SQUARES:
-            ee_sum = kept * kept * ee_sum + tl.sum(e * e, 0)
-        e_sum = kept * e_sum + tl.sum(e, 0)
+            ee_sum = factor * factor * ee_sum + tl.sum(e * e, 0)
+        e_sum = factor * e_sum + tl.sum(e, 0)
         x_max = new_max
     tl.store(top + row, x_max)
     tl.store(total + row, e_sum)
@@ -78,17 +78,17 @@ def logits_gradient(
     x = tl.load(logits + row * stride + column, mask=column < columns, other=-float("inf")).to(tl.float32)
     log_p = (x - tl.load(top + row)) / temperature - tl.load(log_sum + row)
     p = tl.exp(log_p)
-    found = tl.zeros((BLOCK,), tl.float32)
+    gradient = tl.zeros((BLOCK,), tl.float32)
     if ENTROPY:
         log_p = tl.where(p > 0, log_p, 0.0)
-        found -= tl.load(grad_entropies + row) * p * (log_p + tl.load(entropies + row))
+        gradient -= tl.load(grad_entropies + row) * p * (log_p + tl.load(entropies + row))
     if LOG_PROBS:
         for number in range(num_targets):
             upstream = tl.load(grad_log_probs + row * num_targets + number)
             target = tl.load(targets + row * num_targets + number) - first
-            found += upstream * (tl.where(column == target, 1.0, 0.0) - p)
-    found = (found / temperature).to(grad.dtype.element_ty)
-    tl.store(grad + row * grad_stride + column, found, mask=column < columns)
+            gradient += upstream * (tl.where(column == target, 1.0, 0.0) - p)
+    gradient = (gradient / temperature).to(grad.dtype.element_ty)
+    tl.store(grad + row * grad_stride + column, gradient, mask=column < columns)
 
 
 class LinearLogProbs(torch.autograd.Function):

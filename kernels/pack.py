@@ -40,16 +40,16 @@ class RepeatedCopies:
         if not tensors:
             return
         memory = [x for own in tensors for x in ((own.numbers, own.scales) if isinstance(own, Fp8Matrix) else (own,))]
-        some = next(x for x in memory if x.dtype != FP8)
-        if not use_triton("pack", some, unless=_reason(memory)):
+        first = next(x for x in memory if x.dtype != FP8)
+        if not use_triton("pack", first, unless=_reason(memory)):
             for source, destination in pairs():
                 destination.copy_(source)
             return
         from hpcrl.kernels.pack_triton import copy_all, launches
 
-        places = [some.device, *((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in memory)]
+        places = [first.device, *((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in memory)]
         if places != self._made_for:
-            self._launches, self._made_for = launches(pairs(), some.device), places
+            self._launches, self._made_for = launches(pairs(), first.device), places
         copy_all(self._launches)
 
 

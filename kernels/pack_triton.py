@@ -82,7 +82,7 @@ def launches(pairs: Pairs, device: torch.device) -> list[Launch]:
         if rows and cols:
             ends = source.data_ptr(), destination.data_ptr(), rows, cols, source_stride, destination_stride, scales
             by_dtypes[source.dtype, rounded, destination.dtype].append(ends)
-    made = []
+    batches = []
     for (source_dtype, rounded, destination_dtype), entries in by_dtypes.items():
         rectangles = np.array(entries, np.int64)
         if rounded is None:
@@ -91,8 +91,8 @@ def launches(pairs: Pairs, device: torch.device) -> list[Launch]:
         for vector in np.unique(vectors).tolist():
             table, owner = _tiled(rectangles[vectors == vector], vector, _tile(source_dtype, destination_dtype, vector))
             on_device = [torch.from_numpy(part).to(device) for part in (table, owner)]
-            made.append(Launch(on_device[0], on_device[1], source_dtype, rounded, destination_dtype, vector))
-    return made
+            batches.append(Launch(on_device[0], on_device[1], source_dtype, rounded, destination_dtype, vector))
+    return batches
 
 
 def copy_all(launches: list[Launch]) -> None:
@@ -134,15 +134,15 @@ def _vectors(rectangles: np.ndarray, source_size: int, destination_size: int) ->
     """Return how many numbers of each rectangle go in one access, a power of 2 that divides the start and end of all
     rows."""
     source, destination, _, *sizes = rectangles.T[:6]
-    found = np.ones(len(rectangles), np.int64)
+    widths = np.ones(len(rectangles), np.int64)
     vector = 2
     while vector * min(source_size, destination_size) <= ACCESS_BYTES:
         fits = np.all([size % vector == 0 for size in sizes], axis=0)
         for address, size in ((source, source_size), (destination, destination_size)):
             fits &= address % min(ACCESS_BYTES, vector * size) == 0
-        found[fits] = vector
+        widths[fits] = vector
         vector *= 2
-    return found
+    return widths
 
 
 def _tiled(rectangles: np.ndarray, vector: int, tile: int) -> tuple[np.ndarray, np.ndarray]:

@@ -152,8 +152,8 @@ def of_flash_attention(package: Any) -> Library:
         if window is not None:
             options["window_size"] = _before(window, 0)
         sizes = bounds, bounds, longest, longest
-        found = package.flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=True, **options)
-        output: Tensor = found[0] if isinstance(found, tuple) else found
+        result = package.flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=True, **options)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
         return output
 
     return attend
@@ -217,15 +217,15 @@ def _with_sinks(
     length = query.size(2)
     if window is None or length <= window:
         query = pad(query, (0, 0, 1, 0))  # of the first key, so that the causal mask fits
-        found = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-        return found[:, :, 1:]
+        output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        return output[:, :, 1:]
     parts = []
     for first in range(0, length, window):
         last, lowest = min(first + window, length), max(0, first - window + 1)
         mask = pad(window_mask(last - first, last - lowest, window, query.device), (1, 0), value=True)
         keys, values = (torch.cat([part[:, :, :1], part[:, :, lowest + 1 : last + 1]], 2) for part in (key, value))
-        own = query[:, :, first:last], keys, values
-        parts.append(scaled_dot_product_attention(*own, mask, scale=scale, enable_gqa=enable_gqa))
+        part_of = query[:, :, first:last], keys, values
+        parts.append(scaled_dot_product_attention(*part_of, mask, scale=scale, enable_gqa=enable_gqa))
     return torch.cat(parts, 2)
 
 

@@ -1,5 +1,8 @@
 """Sampling of one token per row of logits, with one uniform number each.
 
+The numbers are Philox4x32-10's (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3):
+those of `hpcrl.rollout.sampling.uniforms`, bit for bit.
+
 The token is the first id whose cumulative probability, summed in id order, exceeds the uniform number: in fp64, of
 probabilities and, in torch, of fp32 sums of 64 of them.
 """
@@ -14,6 +17,11 @@ from torch.nn.functional import pad
 
 from hpcrl.kernels.dispatch import use_triton
 
+# Of Philox4x32-10.
+ROUNDS = 10
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
 _BLOCK = 64  # ids; sums and maxima over the vocabulary are taken in blocks, then inside the selected one
 
 
@@ -126,3 +134,39 @@ def _keep(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     # Nucleus: the smallest set of most likely tokens that reaches top_p: keep a token if those before it do not.
     ordered[before >= top_p * ordered.double().sum(-1, keepdim=True)] = 0
     return torch.zeros_like(probs).scatter_(-1, ids, ordered)
+
+
+def uniforms(keys: Tensor, positions: Tensor, sample_indices: Tensor, step: Tensor, like: Tensor) -> Tensor:
+    """Return one number in (0, 1), fp64 (n,), per token to draw from logits `like`.
+
+    `keys` (2, n), `positions` (n,), `sample_indices` (n,) and `step` (1,) are int32 with the bits of uint32, all
+    contiguous. Computes 10 rounds of two products and writes 8 bytes per number.
+    """
+    if use_triton("philox", like):
+        from hpcrl.kernels.sampling_triton import uniforms as fused
+
+        return fused(keys, positions, sample_indices, step)
+    return uniforms_reference(keys, positions, sample_indices, step)
+
+
+def uniforms_reference(keys: Tensor, positions: Tensor, sample_indices: Tensor, step: Tensor) -> Tensor:
+    # Words 0 and 2 are multiplied, words 1 and 3 mixed in: two lanes at once.
+    zero = torch.zeros_like(positions)
+    words = torch.stack([positions, step.expand_as(zero), sample_indices, zero]).long() & _LOW
+    multiplied, mixed = words.view(2, 2, -1)
+    # Filled on the device: torch.tensor would copy.
+    multipliers, weyl = (_pair(*pair, like=words) for pair in (MULTIPLIERS, WEYL))
+    round_key = keys.long() & _LOW
+    for _ in range(ROUNDS):
+        # Products may exceed int64 and wrap, which leaves their 64 bits as they are.
+        product = (multiplied * multipliers).flip(0)
+        multiplied, mixed = ((product >> 32) & _LOW) ^ mixed ^ round_key, product & _LOW
+        round_key = (round_key + weyl) & _LOW
+    return (multiplied[0].double() + 0.5) / 2.0**32
+
+
+def _pair(first: int, second: int, like: Tensor) -> Tensor:
+    """(2, 1), int64."""
+    pair = like.new_full((2, 1), first)
+    pair[1] = second
+    return pair

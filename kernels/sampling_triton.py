@@ -13,10 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.random import philox_impl
 
 from hpcrl.kernels.chips import Chip, chip_of
+from hpcrl.kernels.sampling import ROUNDS as _ROUNDS
 from hpcrl.kernels.sampling import Partials
 
+NUMBERS = 128  # random numbers of a program, one per lane
+ROUNDS = tl.constexpr(_ROUNDS)
 CHUNK = 4096  # ids that a program reduces, and from which the token is drawn
 WIDE = 4096  # ids per step of the search for a filter's bound
 MAX_REGISTERS = 128  # of 16 warps' threads; by default the compiler may use 64 and spill
@@ -107,7 +111,7 @@ def _around(row, bound, base, vocab_size, temperature, WIDTH: tl.constexpr, SCAL
 
 @triton.jit
 def find_bounds(
-    logits, maxima, bounds, quotas, kept, before, chunks, vocab_size, temperature, top_k, WIDTH: tl.constexpr,
+    logits, maxima, bounds, quotas, kept_mass, before, chunks, vocab_size, temperature, top_k, WIDTH: tl.constexpr,
     SCALED: tl.constexpr, LOW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -115,8 +119,8 @@ def find_bounds(
     bound.
 
     The bound is built from its highest bits down, two at a time: the highest that enough ids, or enough mass, reach.
-    `kept`: the mass of each chunk that is kept, relative to the row's maximum; `before`: how many ids before the chunk
-    rank at the bound.
+    `kept_mass`: the mass of each chunk that is kept, relative to the row's maximum; `before`: how many ids before the
+    chunk rank at the bound.
     """
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * WIDTH
@@ -166,7 +170,7 @@ def find_bounds(
         tied = (ranks == least).to(tl.int32)
         keep = (ranks > least) | ((tied > 0) & (ties + tl.cumsum(tied, 0) <= quota))
         weights = tl.where(keep, tl.exp(scores - base), 0.0)
-        tl.store(kept + number * chunks + chunk, tl.sum(weights.to(tl.float64), 0))
+        tl.store(kept_mass + number * chunks + chunk, tl.sum(weights.to(tl.float64), 0))
         tl.store(before + number * chunks + chunk, ties)
         ties += tl.sum(tied, 0)
 
@@ -180,9 +184,9 @@ def _first(holds, possible, places):
 
 @triton.jit
 def draw(
-    logits, uniform, maxima, sums, bounds, quotas, kept, before, token_ids, log_probs, chunks, vocab_size, temperature,
-    WIDTH: tl.constexpr, SCALED: tl.constexpr, LOW: tl.constexpr, GREEDY: tl.constexpr, FILTERED: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    logits, uniform, maxima, sums, bounds, quotas, kept_mass, before, token_ids, log_probs, chunks, vocab_size,
+    temperature, WIDTH: tl.constexpr, SCALED: tl.constexpr, LOW: tl.constexpr, GREEDY: tl.constexpr,
+    FILTERED: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Draw the token of a row and its log-prob, from the sums of the row's chunks."""
     number = tl.program_id(0).to(tl.int64)
@@ -198,7 +202,7 @@ def draw(
         chunk = _first(peaks == highest, inside, places)
     else:
         if FILTERED:
-            masses = tl.load(kept + number * chunks + places, mask=inside, other=0.0)
+            masses = tl.load(kept_mass + number * chunks + places, mask=inside, other=0.0)
         ends = tl.cumsum(masses, 0)
         aim = u * tl.sum(masses, 0)
         chunk = _first(ends > aim, masses > 0, places)
@@ -270,16 +274,38 @@ def sample(
     sizes = _sizes(logits, temperature)
     sizes |= {"LOW": LOW_BITS[logits.dtype], "CHUNKS": triton.next_power_of_2(chunks)}
     bounds = quotas = before = token_ids  # unused without a filter
-    kept = sums
+    kept_mass = sums
     if filtered:
         bounds, quotas = (token_ids.new_empty(rows, dtype=torch.int32) for _ in range(2))
-        kept, before = torch.empty_like(sums), torch.empty_like(sums, dtype=torch.int32)
+        kept_mass, before = torch.empty_like(sums), torch.empty_like(sums, dtype=torch.int32)
         find_bounds[(rows,)](
-            logits, maxima, bounds, quotas, kept, before, chunks, vocab_size, float(temperature), top_k,
+            logits, maxima, bounds, quotas, kept_mass, before, chunks, vocab_size, float(temperature), top_k,
             TOP_K=bounded, TOP_P=float(top_p), WIDE=WIDE, **sizes, **bound_options(chip_of(logits.device)),
         )  # fmt: skip
     draw[(rows,)](
-        logits, uniform, maxima, sums, bounds, quotas, kept, before, token_ids, log_probs, chunks, vocab_size,
+        logits, uniform, maxima, sums, bounds, quotas, kept_mass, before, token_ids, log_probs, chunks, vocab_size,
         float(temperature), GREEDY=temperature == 0, FILTERED=filtered, **sizes, num_warps=8,
     )  # fmt: skip
     return token_ids, log_probs
+
+
+@triton.jit
+def draw_uniforms(keys, positions, sample_indices, step, numbers, n, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < n
+    key_0 = tl.load(keys + place, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    key_1 = tl.load(keys + n + place, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    position = tl.load(positions + place, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    sample = tl.load(sample_indices + place, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    zero = tl.zeros((BLOCK,), tl.uint32)
+    trainer_step = zero + tl.load(step).to(tl.uint32, bitcast=True)
+    word, _, _, _ = philox_impl(position, sample, trainer_step, zero, key_0, key_1, ROUNDS)
+    tl.store(numbers + place, (word.to(tl.float64) + 0.5) * (2.0**-32), mask=inside)
+
+
+def uniforms(keys: Tensor, positions: Tensor, sample_indices: Tensor, step: Tensor) -> Tensor:
+    n = len(positions)
+    numbers = positions.new_empty(n, dtype=torch.float64)
+    if n:
+        draw_uniforms[(triton.cdiv(n, NUMBERS),)](keys, positions, sample_indices, step, numbers, n, NUMBERS)
+    return numbers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hpcrl.kernels.budget import CHUNK
+from hpcrl.kernels import CHUNK
 from hpcrl.kernels.chunks import Chunks, by_chunk, chunks_of, decays, inside
 from hpcrl.kernels.dispatch import library, use_library
 
@@ -91,12 +91,12 @@ def _fused(
     scan = library(SCAN).mamba_chunk_scan_combined
     if state is not None:
         parts = zip(*(part.split(list(lengths)) for part in (x, dt, b, c)), state.unsqueeze(1), strict=True)
-        found = []
+        results = []
         for *own, before in parts:
             x_, dt_, b_, c_ = (part.unsqueeze(0) for part in own)
             options = {"D": skip, "initial_states": before, "return_final_states": True}
-            found.append(scan(x_, dt_, rate, b_, c_, FUSED_CHUNK, **options))
-        return torch.cat([output.squeeze(0) for output, _ in found]), torch.cat([last for _, last in found])
+            results.append(scan(x_, dt_, rate, b_, c_, FUSED_CHUNK, **options))
+        return torch.cat([output.squeeze(0) for output, _ in results]), torch.cat([last for _, last in results])
     ids = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths)).to(x.device)
     x_, dt_, b_, c_ = (part.unsqueeze(0) for part in (x, dt, b, c))
     options = {"D": skip, "seq_idx": ids.unsqueeze(0)}

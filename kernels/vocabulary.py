@@ -32,15 +32,15 @@ def vocab_parallel_topk_ids(logits: Tensor, k: int, *, group: ProcessGroup, voca
     rows, width = logits.shape
     first = group.rank() * width
     x = logits.detach()[:, : max(0, min(width, vocab_size - first))]
-    kept = min(k, x.size(1))
-    values, ids = x.topk(kept)
+    count = min(k, x.size(1))
+    values, ids = x.topk(count)
     # torch.topk breaks ties arbitrarily: logits equal to the last one are candidates too.
-    candidates = max(kept, int((x >= values[:, -1:]).sum(dim=1).max()))
-    if candidates > kept:
+    candidates = max(count, int((x >= values[:, -1:]).sum(dim=1).max()))
+    if candidates > count:
         values, ids = x.topk(candidates)
-    keys = _order_keys(values, first + ids).topk(kept).values
+    keys = _order_keys(values, first + ids).topk(count).values
     if group.size() > 1:
-        keys = torch.nn.functional.pad(keys, (0, k - kept), value=torch.iinfo(torch.int64).min)
+        keys = torch.nn.functional.pad(keys, (0, k - count), value=torch.iinfo(torch.int64).min)
         gathered = keys.new_empty(group.size(), rows, k)
         dist.all_gather_into_tensor(gathered, keys, group=group)
         keys = gathered.transpose(0, 1).reshape(rows, -1).topk(k).values
@@ -146,13 +146,13 @@ class SplitSoftmax:
             dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
         # A rank without columns has the largest logit -inf and nothing to shift.
         shift = torch.where(own.total > 0, (own.top - top) / self.temperature, 0.0)
-        kept = shift.exp()
+        factor = shift.exp()
         x = ((own.at_targets - top.unsqueeze(1)) / self.temperature).masked_fill_(~own.here, 0.0)
-        sums = [own.total * kept, *x.T]
+        sums = [own.total * factor, *x.T]
         if own.weighted is not None:
-            sums.append(kept * (own.weighted + shift * own.total))
+            sums.append(factor * (own.weighted + shift * own.total))
         if own.squares is not None:
-            sums.append(own.squares * kept.square())
+            sums.append(own.squares * factor.square())
         stacked = torch.stack(sums)
         if self.group.size() > 1:
             dist.all_reduce(stacked, group=self.group)

@@ -97,9 +97,9 @@ def test_kernels_are_found_without_the_link(tmp_path: Path) -> None:
         if path.name != "kernels":
             (tmp_path / "hpcrl" / path.name).symlink_to(path)
     (tmp_path / "kernels").symlink_to(PACKAGE.parent / "kernels")
-    program = "import hpcrl.kernels.budget; print(hpcrl.kernels.budget.__file__)"
+    program = "import hpcrl.kernels.chips; print(hpcrl.kernels.chips.__file__)"
     run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == str(tmp_path / "kernels" / "budget.py")
+    assert run.stdout.strip() == str(tmp_path / "kernels" / "chips.py")
 
 
 def loaded_after(code: str) -> set[str]:

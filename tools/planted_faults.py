@@ -271,7 +271,7 @@ FAULTS = [
     Fault(
         "gae",
         "estimators give verl's numbers",
-        "algorithms/reductions.py",
+        "algorithms/token_advantages.py",
         "valid, gamma * lam)",
         "valid, lam)",
         0,
@@ -280,7 +280,7 @@ FAULTS = [
     Fault(
         "gae-by-hand",
         "each estimator has a hand-computed case",
-        "algorithms/reductions.py",
+        "algorithms/token_advantages.py",
         "rewards + gamma * next_values - values",
         "rewards + next_values - values",
         0,
@@ -696,8 +696,8 @@ FAULTS = [
         "fp32-gradients",
         "the gradient of a bf16 head is added to the fp32 sum without rounding",
         "model/build.py",
-        "model.output_weight().sums_in_fp32 = True",
-        "model.output_weight().sums_in_fp32 = False",
+        "mark(model.output_weight(), sums_in_fp32=True)",
+        "mark(model.output_weight(), sums_in_fp32=False)",
         2,
         "tests/mpi/test_fp32_gradients.py",
     ),

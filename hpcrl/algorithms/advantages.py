@@ -136,7 +136,7 @@ def _check_shapes(rewards: Tensor, mask: Tensor, given: Mapping[str, Any]) -> No
 
 ESTIMATORS: Registry[AdvEstimator] = Registry(
     "adv_estimator",
-    *(f"hpcrl.algorithms.{unit}_advantages" for unit in ("outcome", "token", "turn")),
+    *(f"hpcrl.algorithms.{unit}_advantages" for unit in ("outcome", "token")),
 )
 
 

@@ -248,8 +248,8 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
             elif type(merged[key]) is type(metric):
                 merged[key] = merged[key].merge(metric)  # type: ignore[arg-type]
             else:
-                found = f"{type(merged[key]).__name__} and {type(metric).__name__}"
-                raise ValueError(f"metric {key!r} is {found} in two parts; expected one kind")
+                kinds = f"{type(merged[key]).__name__} and {type(metric).__name__}"
+                raise ValueError(f"metric {key!r} is {kinds} in two parts; expected one kind")
     return merged
 
 

@@ -160,11 +160,11 @@ def reject(
     keep = torch.ones_like(response_mask, dtype=torch.bool)
     for criterion in criteria:
         statistic = _statistic(log_ratio, response_mask, criterion)
-        kept = statistic <= criterion.upper
+        accepted = statistic <= criterion.upper
         if criterion.lower is not None:
-            kept &= statistic >= criterion.lower
-        keep &= kept if kept.dim() == 2 else kept.unsqueeze(-1)
-        metrics |= _rejection_metrics(statistic, kept, response_mask, criterion)
+            accepted &= statistic >= criterion.lower
+        keep &= accepted if accepted.dim() == 2 else accepted.unsqueeze(-1)
+        metrics |= _rejection_metrics(statistic, accepted, response_mask, criterion)
     every = torch.ones(len(keep), device=keep.device)
     metrics["rollout_corr/rollout_rs_masked_fraction"] = Mean.of(~keep, response_mask)
     metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = Mean.of((~keep & (response_mask != 0)).any(-1), every)
@@ -191,7 +191,7 @@ def _statistic(log_ratio: Tensor, response_mask: Tensor, criterion: Criterion) -
 
 
 def _rejection_metrics(
-    statistic: Tensor, kept: Tensor, response_mask: Tensor, criterion: Criterion
+    statistic: Tensor, accepted: Tensor, response_mask: Tensor, criterion: Criterion
 ) -> dict[str, Metric]:
     """verl's metrics of one option, over the tokens and the sequences that have tokens.
 
@@ -202,7 +202,7 @@ def _rejection_metrics(
     key = f"rollout_corr/rollout_rs_{criterion.option}_"
     of_token = statistic.dim() == 2
     token = statistic if of_token else statistic.unsqueeze(-1).expand(response_mask.shape)
-    token_kept = kept if of_token else kept.unsqueeze(-1).expand(response_mask.shape)
+    token_accepted = accepted if of_token else accepted.unsqueeze(-1).expand(response_mask.shape)
     sequence = masked_mean(statistic, response_mask, dim=-1) if of_token else statistic
     answered = (response_mask != 0).any(-1)
     level, valid = (token, response_mask) if of_token else (sequence, answered)
@@ -221,8 +221,8 @@ def _rejection_metrics(
         key + "seq_min": Min.of(sequence, answered),
         key + "seq_max_deviation": Max.of(sequence.abs(), answered),
         key + "seq_fraction_high": Mean.of(sequence > criterion.upper, answered),
-        key + "masked_fraction": Mean.of(~token_kept, response_mask),
-        key + "seq_masked_fraction": Mean.of((~token_kept & (response_mask != 0)).any(-1), answered),
+        key + "masked_fraction": Mean.of(~token_accepted, response_mask),
+        key + "seq_masked_fraction": Mean.of((~token_accepted & (response_mask != 0)).any(-1), answered),
     }
     if criterion.lower is not None:
         metrics[key + "seq_fraction_low"] = Mean.of(sequence < low, answered)

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hpcrl.algorithms.advantages import Result, register_adv_est
 from hpcrl.algorithms.aggregation import Reduce, masked_whiten, one_replica
-from hpcrl.algorithms.parameters import LazyModule, np, param, torch
+from hpcrl.algorithms.parameters import np, param, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from hpcrl.algorithms import reductions
-else:
-    reductions = LazyModule("hpcrl.algorithms.reductions")
 
 GroupIds: TypeAlias = "Tensor | np.ndarray | list[Any] | tuple[Any, ...]"
 
@@ -33,6 +29,29 @@ def group_numbers(index: GroupIds, device: torch.device) -> Tensor:
     ids = (i.item() if isinstance(i, torch.Tensor | np.ndarray) else i for i in ids)
     numbers: dict[Any, int] = {}
     return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids], dtype=torch.int64, device=device)
+
+
+class Moments(NamedTuple):
+    """Of each sample's group, fp64 (B,): size, mean, standard deviation (n - 1; 0 in a group of one)."""
+
+    size: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+def group_moments(score: Tensor, group: Tensor) -> Moments:
+    """score: (B,). group: numbers int64 (B,)."""
+    size = torch.bincount(group).double()
+    mean = group_sum(score, group) / size
+    squares = group_sum((score.double() - mean[group]).square(), group)
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
+    return Moments(size[group], mean[group], std[group])
+
+
+def group_sum(x: Tensor, group: Tensor) -> Tensor:
+    """Return sums over each group's samples of x (B, ...), fp64 (G, ...). group: as for `group_moments`."""
+    count = int(group.max()) + 1 if len(group) else 0
+    return x.new_zeros((count, *x.shape[1:]), dtype=torch.float64).index_add(0, group, x.double())
 
 
 def two_best(score: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +135,7 @@ def grpo_passk(
     the mask is 0 for some samples, which failed; then its advantage is 0.
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
-    size, _, std = reductions.group_moments(score, group)
+    size, _, std = group_moments(score, group)
     if (size < 2).any() and response_mask.any(1).all():
         single = index[int((size < 2).nonzero()[0])]
         raise ValueError(f"grpo_passk needs 2 samples per group; group {single} has 1; raise rollout.n")
@@ -150,7 +169,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds)
     A_i = R_i - mean of the others = n / (n - 1) (R_i - mean_g); a group of one keeps R_i.
     """
     score = _score(token_level_rewards)
-    size, mean, _ = reductions.group_moments(score, _groups(index, response_mask))
+    size, mean, _ = group_moments(score, _groups(index, response_mask))
     advantage = torch.where(size > 1, (score - mean) * size / (size - 1).clamp(min=1), score)
     return _on_every_token(advantage, token_level_rewards, response_mask)
 
@@ -159,7 +178,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds)
 def rloo_vectorized(token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds) -> Result:
     """`rloo`, except (quirk of verl) that a group of one has advantage 0 instead of its score."""
     score = _score(token_level_rewards)
-    size, mean, _ = reductions.group_moments(score, _groups(index, response_mask))
+    size, mean, _ = group_moments(score, _groups(index, response_mask))
     advantage = (score - mean) * size / (size - 1).clamp(min=1)
     return _on_every_token(advantage.masked_fill(size == 1, 0.0), token_level_rewards, response_mask)
 
@@ -173,7 +192,7 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds) 
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
     length = response_mask.double().sum(-1)
-    baseline = reductions.group_sum(length * score, group) / reductions.group_sum(length, group).clamp(min=1)
+    baseline = group_sum(length * score, group) / group_sum(length, group).clamp(min=1)
     is_single = torch.bincount(group) == 1
     advantage = score - baseline.masked_fill(is_single, 0.0)[group]
     return _on_every_token(advantage, token_level_rewards, response_mask)
@@ -204,7 +223,7 @@ def _groups(index: GroupIds, response_mask: Tensor) -> Tensor:
 
 def _standardized(score: Tensor, group: Tensor, by_std: bool) -> Tensor:
     """(R - mean_g) / (std_g + 1e-6), or R - mean_g; fp64 (B,). A group of one has mean 0 and std 1 (in fp32)."""
-    size, mean, std = reductions.group_moments(score, group)
+    size, mean, std = group_moments(score, group)
     centered = score.double() - mean.masked_fill(size == 1, 0.0)
     divisor = torch.where(size == 1, torch.ones_like(std).float() + 1e-6, std + 1e-6)
     return centered / divisor if by_std else centered
@@ -212,7 +231,7 @@ def _standardized(score: Tensor, group: Tensor, by_std: bool) -> Tensor:
 
 def _mean_of_many(score: Tensor, group: Tensor) -> Tensor:
     """The group's mean, 0 in a group of one; fp64 (B,)."""
-    size, mean, _ = reductions.group_moments(score, group)
+    size, mean, _ = group_moments(score, group)
     return mean.masked_fill(size == 1, 0.0)
 
 
@@ -226,8 +245,8 @@ def _components(given: Mapping[str, Tensor], keys: Sequence[str] | None, samples
     chosen = [torch.as_tensor(given[key]) for key in keys or given]
     for component in chosen:
         if component.shape != (samples,):
-            found = f"a reward component of shape {tuple(component.shape)}"
-            raise ValueError(f"{found}; expected one number for each of {samples} samples")
+            given_shape = f"a reward component of shape {tuple(component.shape)}"
+            raise ValueError(f"{given_shape}; expected one number for each of {samples} samples")
     return chosen
 
 

@@ -124,7 +124,7 @@ def parameters_of(declaration: type) -> list[Parameter]:
     if params is None or not params.frozen:
         raise TypeError(f"{declaration!r} declares parameters; expected a class with @dataclass(frozen=True)")
     types_of = typing.get_type_hints(declaration)
-    found = []
+    parameters = []
     for one in fields(declaration):
         has_factory = one.default_factory is not MISSING
         default = one.default_factory if has_factory else one.default
@@ -132,10 +132,10 @@ def parameters_of(declaration: type) -> list[Parameter]:
             raise TypeError(f"{declaration.__name__}.{one.name} has no default; expected one, which may be None")
         kind = types_of[one.name] if default is not None else types_of[one.name] | None
         metadata = one.metadata
-        found.append(
+        parameters.append(
             Parameter(one.name, kind, default, has_factory, metadata.get("help", ""), metadata.get("bounds", {}))
         )
-    return found
+    return parameters
 
 
 def make(declaration: type[P], values: Mapping[str, Any]) -> P:

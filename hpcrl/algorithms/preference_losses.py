@@ -94,10 +94,13 @@ class PreferenceParameters(PairParameters, Kto):
 
 
 class PreferenceLoss(NamedTuple):
-    """function: (PairLogps, params) -> losses, (B,); of a loss that is not paired, see `kto`. reference: whether it
-    compares with a reference policy. nll_weight: of the mean negative log-prob of the chosen responses' tokens that is
-    added, unless the user sets it. nll_of_prompt: whether that mean is over the prompts' tokens too. per_token: whether
-    it compares log-probs per token."""
+    """A registered loss.
+
+    function: (PairLogps, params) -> losses, (B,); `kto` shows that of a loss that is not paired. reference: whether it
+    compares with a reference policy. nll_weight: weight of the mean negative log-prob of the chosen responses' tokens,
+    which is added to the loss, unless the user sets it. nll_of_prompt: whether that mean is over the prompts' tokens
+    too. per_token: whether it compares log-probs per token.
+    """
 
     function: Callable[..., Tensor]
     params: type

@@ -71,8 +71,8 @@ def parse_criteria(options: str, threshold: float | str | None) -> tuple[Criteri
         raise ValueError(f"rollout_rs is {options!r}; expected, comma separated, some of {', '.join(OPTIONS)}")
     specs = [] if threshold is None else [part.strip() for part in str(threshold).split(",") if part.strip()]
     if len(specs) not in (1, len(names)):
-        found = f"rollout_rs_threshold is {threshold!r}"
-        raise ValueError(f"{found}; expected one for all, or {len(names)}, comma separated, for {', '.join(names)}")
+        given = f"rollout_rs_threshold is {threshold!r}"
+        raise ValueError(f"{given}; expected one for all, or {len(names)}, comma separated, for {', '.join(names)}")
     return tuple(map(_criterion, names, specs * len(names) if len(specs) == 1 else specs))
 
 
@@ -191,8 +191,8 @@ def correct_rollout(
     """
     shapes = {tuple(x.shape) for x in (old_log_probs, rollout_log_probs, response_mask)}
     if len(shapes) != 1:
-        found = f"{tuple(old_log_probs.shape)}, {tuple(rollout_log_probs.shape)} and {tuple(response_mask.shape)}"
-        raise ValueError(f"old, rollout log-probs and mask are {found}; expected one shape (B, T); pad them alike")
+        given = f"{tuple(old_log_probs.shape)}, {tuple(rollout_log_probs.shape)} and {tuple(response_mask.shape)}"
+        raise ValueError(f"old, rollout log-probs and mask are {given}; expected one shape (B, T); pad them alike")
     unused = response_mask == 0
     log_probs = old_log_probs.detach().masked_fill(unused, 0.0)
     rollout = rollout_log_probs.detach().masked_fill(unused, 0.0)

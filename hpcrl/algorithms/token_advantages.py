@@ -1,4 +1,4 @@
-"""Advantage estimators with a number per token: GAE, REINFORCE++, ReMax and the optimal token baseline.
+"""Advantage estimators with a number per token or turn: GAE, REINFORCE++, ReMax, the optimal token baseline, GiGPO.
 
 A run computes them on the host, where its columns are.
 """
@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING
 
 from hpcrl.algorithms.advantages import Result, register_adv_est
 from hpcrl.algorithms.aggregation import Reduce, masked_whiten, one_replica
-from hpcrl.algorithms.outcome_advantages import Gdpo, GroupIds, group_numbers, two_best
-from hpcrl.algorithms.parameters import LazyModule, param, torch
-from hpcrl.algorithms.turn_advantages import GiGpo
+from hpcrl.algorithms.outcome_advantages import (
+    Gdpo,
+    GroupIds,
+    Grpo,
+    group_moments,
+    group_numbers,
+    group_sum,
+    grpo,
+    two_best,
+)
+from hpcrl.algorithms.parameters import param, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from hpcrl.algorithms import reductions
-else:
-    reductions = LazyModule("hpcrl.algorithms.reductions")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def gae(
     Quirks of verl: a masked token has the A of the next token the model wrote (0 after the last one), so its return is
     that A + V, and whitening shifts and scales it too: neither is 0. The reward of a masked token is lost.
     """
-    advantages = reductions.gae(token_level_rewards, values, response_mask, gamma, lam)
+    advantages = generalized_advantages(token_level_rewards, values, response_mask, gamma, lam)
     return masked_whiten(advantages, response_mask, reduce), advantages + values
 
 
@@ -67,7 +71,7 @@ def reinforce_plus_plus(
     Quirk of verl that is not followed: values that are all equal, whitened, are its fp32 rounding error x 1e4, here 0.
     """
     valid = response_mask.bool()
-    returns = reductions.discounted_returns(token_level_rewards, response_mask, gamma)
+    returns = discounted_returns(token_level_rewards, response_mask, gamma)
     returns = returns.masked_fill(~valid, 0.0)
     return masked_whiten(returns, response_mask, reduce).masked_fill(~valid, 0.0), returns
 
@@ -167,7 +171,7 @@ def _energy(old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: T
 def _baseline(returns: Tensor, energy: Tensor, valid: Tensor, group: Tensor, handle_zero_tail: bool) -> Tensor:
     """B_t of each response, fp64 (B, T). group: numbers (B,) without gaps."""
     weight = energy.double().masked_fill(~valid, 0.0)
-    baseline = reductions.group_sum(returns * weight, group) / (reductions.group_sum(weight, group) + 1e-8)
+    baseline = group_sum(returns * weight, group) / (group_sum(weight, group) + 1e-8)
     baseline = baseline.masked_fill((torch.bincount(group) == 1)[:, None], 0.0)[group]
     if handle_zero_tail:
         length = valid.sum(-1)
@@ -176,6 +180,97 @@ def _baseline(returns: Tensor, energy: Tensor, valid: Tensor, group: Tensor, han
         tail = (length[longest] > length[second])[:, None] & (position >= length[second][:, None])
         baseline = baseline.index_copy(0, longest, baseline[longest].masked_fill(tail, 0.0))
     return baseline
+
+
+@dataclass(frozen=True)
+class GiGpo(Grpo):
+    step_advantage_w: float = param(1.0, ge=0, help="gigpo: weight of the advantage of a turn beside that of the whole")
+    step_gamma: float = param(0.95, ge=0, le=1, help="gigpo: discount per turn")
+
+
+@register_adv_est("gigpo", params=GiGpo)
+def gigpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    index: GroupIds,
+    turn_states: Tensor,
+    norm_adv_by_std_in_grpo: bool,
+    step_advantage_w: float,
+    step_gamma: float,
+) -> Result:
+    """Group-in-group policy optimization (Feng et al. 2025, arXiv:2505.10978, equations 3 to 8).
+
+    A = A_grpo + step_advantage_w (G_k - mean) / (std + 1e-6), where G_k is the discounted sum of rewards from turn k
+    on, and mean and std are of the turns of the same prompt that begin in the same state. A turn whose state no other
+    has gets A_grpo. turn_states: (B, T), a number of the state before the turn on its last token, 0 elsewhere. Without
+    norm_adv_by_std_in_grpo both are only centered. Both results are A, 0 where the mask is 0.
+    """
+    whole, _ = grpo(token_level_rewards, response_mask, index=index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
+    ends = turn_states != 0
+    if not ends.any():
+        return whole, whole.clone()
+    returns = discounted_by_turn(token_level_rewards, ends, step_gamma)[ends]
+    samples, _ = ends.nonzero(as_tuple=True)
+    prompts = group_numbers(index, ends.device)[samples].tolist()
+    group = group_numbers([*zip(prompts, turn_states[ends].tolist(), strict=True)], ends.device)
+    _, mean, std = group_moments(returns, group)
+    advantage = returns - mean
+    if norm_adv_by_std_in_grpo:
+        advantage = advantage / (std + 1e-6)
+    of_turn = advantage.new_zeros(ends.shape).masked_scatter(ends, advantage)
+    total = whole + step_advantage_w * (until_end(of_turn, ends) * response_mask).to(whole.dtype)
+    return total, total.clone()
+
+
+def discounted_by_turn(rewards: Tensor, ends: Tensor, gamma: float) -> Tensor:
+    """G_k (B, T) fp64 on the last token of each turn k: its reward, and gamma G of the next turn. ends: bool (B, T)."""
+    returns = torch.zeros_like(rewards, dtype=torch.float64)
+    after = returns.new_zeros(len(rewards))
+    for token in range(rewards.size(1) - 1, -1, -1):
+        after = torch.where(ends[:, token], rewards[:, token] + gamma * after, after)
+        returns[:, token] = after
+    return returns
+
+
+def until_end(x: Tensor, ends: Tensor) -> Tensor:
+    """The entry of `x` (B, T) at the next end of a turn from each token on, 0 after the last."""
+    places = torch.arange(x.size(1), device=x.device).expand(ends.shape)
+    last = x.size(1) - 1
+    following = places.masked_fill(~ends, last).flip(1).cummin(1).values.flip(1)
+    return x.gather(1, following)
+
+
+def generalized_advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """Advantages of generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438, eq. 16).
+
+    delta_t = r_t + gamma V_next - V_t;  A_t = delta_t + gamma lam A_next, 0 after a sequence. Where the mask is 0,
+    V_next and A_next pass through unchanged: such a token has the A of the next unmasked one, and its r and V are
+    ignored.
+
+    rewards, values, mask: (S, T). Returns A (S, T) in the dtype that rewards and values promote to. All that does not
+    need A is computed for all positions at once.
+    """
+    rewards, values = rewards.detach(), values.detach()
+    values, valid = values.to(torch.promote_types(values.dtype, rewards.dtype)), mask.bool()
+    rank = valid.flatten().cumsum(0).view(valid.shape)  # of the next unmasked token, among all unmasked ones
+    counted = torch.cat([values[valid], values.new_zeros(1)])
+    next_values = torch.where(rank < rank[:, -1:], counted[rank], 0.0)
+    return discounted_returns(rewards + gamma * next_values - values, valid, gamma * lam)
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_next, in the dtype of the rewards; otherwise as `generalized_advantages`.
+
+    Position by position; transposed, so that a position is contiguous.
+    """
+    rewards = rewards.detach()
+    returns = rewards.new_empty(rewards.shape[::-1])
+    following = rewards.new_zeros(len(rewards))
+    positions = zip(rewards.T.contiguous(), mask.bool().T.contiguous(), returns, strict=True)
+    for reward, inside, place in reversed(list(positions)):
+        following = torch.where(inside, reward + gamma * following, following, out=place)
+    return returns.T.contiguous()
 
 
 @dataclass(frozen=True)

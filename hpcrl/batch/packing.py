@@ -153,11 +153,11 @@ def _fewest_bins(order: list[int], tokens: list[int], max_tokens: int) -> list[l
     high = len(best)
     while low < high:
         middle = (low + high) // 2
-        found = _longest_first(order, tokens, middle, max_tokens)
-        if found is None:
+        bins = _longest_first(order, tokens, middle, max_tokens)
+        if bins is None:
             low = middle + 1
         else:
-            best, high = found, middle
+            best, high = bins, middle
     return _longest_first(order, tokens, high, max_tokens) or best
 
 
@@ -181,10 +181,10 @@ def _best_fit(order: list[int], tokens: list[int], max_tokens: int) -> list[list
     for row in order:
         at = bisect.bisect_left(room, (tokens[row], 0))
         if at == len(room):
-            left, i = max_tokens, len(bins)
+            remaining, i = max_tokens, len(bins)
             bins.append([])
         else:
-            left, i = room.pop(at)
+            remaining, i = room.pop(at)
         bins[i].append(row)
-        bisect.insort(room, (left - tokens[row], i))
+        bisect.insort(room, (remaining - tokens[row], i))
     return bins

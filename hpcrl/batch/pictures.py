@@ -48,17 +48,17 @@ class PicturePlaces:
     def of_samples(samples: Sequence[Sequence[tuple[int, Picture]]]) -> PicturePlaces:
         """samples: the key and the place of each picture of each sample. Equal keys are one picture; the distinct ones
         are in the order in which they come first."""
-        found: dict[int, Picture] = {}
+        distinct: dict[int, Picture] = {}
         for sample in samples:
             for key, picture in sample:
-                found.setdefault(key, picture)
-        number_of = {key: number for number, key in enumerate(found)}
+                distinct.setdefault(key, picture)
+        number_of = {key: number for number, key in enumerate(distinct)}
         return PicturePlaces(
             Ragged.from_rows([[number_of[key] for key, _ in sample] for sample in samples], np.int64),
             Ragged.from_rows([[picture.start for _, picture in sample] for sample in samples], np.int64),
-            np.array(list(found), np.int64),
-            np.array([picture.grid for picture in found.values()], np.int32).reshape(-1, 3),
-            np.array([picture.interval for picture in found.values()], np.float32),
+            np.array(list(distinct), np.int64),
+            np.array([picture.grid for picture in distinct.values()], np.int32).reshape(-1, 3),
+            np.array([picture.interval for picture in distinct.values()], np.float32),
         )
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class PictureColumn(PicturePlaces):
 
     @classmethod
     def of(cls, places: PicturePlaces, values: Sequence[np.ndarray], *, are_features: bool = False) -> PictureColumn:
-        """values: those of each distinct picture, of any shape."""
+        """values: an array for each distinct picture, of any shape."""
         rows = Ragged.from_rows([each.reshape(-1) for each in values], np.float32)
         return cls(**vars(places), values=rows, are_features=are_features)
 

@@ -54,8 +54,8 @@ def moved(value: T, device: torch.device) -> T:
 
     _mapped(value, collect)
     copies = iter(to_device(tensors, device))
-    found: T = _mapped(value, lambda _: next(copies))
-    return found
+    result: T = _mapped(value, lambda _: next(copies))
+    return result
 
 
 def _mapped(value: Any, move: Callable[[Tensor], Tensor]) -> Any:

@@ -69,7 +69,10 @@ class MemoryLedger:
 
 @dataclass(frozen=True)
 class BusyReport:
-    """seconds, memory: by "role.method", since the previous report. host_buffers: bytes that the workers keep."""
+    """What a rank did since the previous report.
+
+    seconds, memory: by "role.method". host_buffers: bytes that the workers keep.
+    """
 
     rank: int
     node: str

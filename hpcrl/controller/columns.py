@@ -157,7 +157,7 @@ class Shares:
 
     def __init__(self, reads: Sequence[Read], destination: np.ndarray) -> None:
         located = {(id(read.location.rank), id(read.location.row)): read.location for read in reads}
-        self._rank, self._rows, starts = _rows_by_rank([destination, *(found.rank for found in located.values())])
+        self._rank, self._rows, starts = _rows_by_rank([destination, *(place.rank for place in located.values())])
         ends = [*starts[1:].tolist(), len(self._rows)]
         self._number = {rank: number for number, rank in enumerate(self._rank[starts].tolist())}
         self._spans = [slice(*span) for span in zip(starts.tolist(), ends, strict=True)] if len(self._rows) else []

@@ -191,7 +191,7 @@ class Controller:
         that reads a batch reports, so the sum is complete.
         """
         sent, received = self._wire.bytes_sent, self._wire.bytes_received
-        found = {
+        counts = {
             "perf/controller_bytes_sent": sent[COMMANDS],
             "perf/controller_bytes_received": received[RESULTS],
             "perf/rank_0_bytes_sent": sent.total(),
@@ -200,7 +200,7 @@ class Controller:
         }
         for counter in (sent, received, self._column_bytes):
             counter.clear()
-        return {name: float(count) for name, count in found.items()}
+        return {name: float(count) for name, count in counts.items()}
 
     def ask_busy(self, step: int = 0) -> Future[list[BusyReport]]:
         """What every rank was busy with, and its memory. Ranks report between two commands, or in a method that calls

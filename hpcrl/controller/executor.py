@@ -61,14 +61,14 @@ class Wire:
 
         Messages are pickles: only ranks of this program send them.
         """
-        found: list[bytearray] = []
+        messages: list[bytearray] = []
 
         def arrived() -> bool:
-            found.extend(self._received(source, tag))
-            return bool(found)
+            messages.extend(self._received(source, tag))
+            return bool(messages)
 
         wait_for_ranks(arrived)
-        return pickle.loads(found[0])
+        return pickle.loads(messages[0])
 
     def receive_if_there(self, source: int, tag: int) -> Any:
         """As `receive` if a message has arrived, otherwise None."""

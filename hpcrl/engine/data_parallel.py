@@ -52,13 +52,13 @@ class Overlap(NamedTuple):
             "adapters are too small to gain from it": has_adapters,
         }
         by_default = has_nccl() and groups.pgc.dp_cp.size() > 1
-        found = []
+        enabled = []
         for key, value, problems in zip(cls._fields[:2], asked, (reduce_problems, gather_problems), strict=True):
-            problem = next((problem for problem, is_found in problems.items() if is_found), None)
+            problem = next((problem for problem, applies in problems.items() if applies), None)
             if value and problem:
                 raise InputError(f"model.ddp.{key}=true, but {problem}; set it to null")
-            found.append(value if value is not None else by_default and problem is None)
-        return cls(found[0], found[1], None if cfg is None else cfg.bucket_size)
+            enabled.append(value if value is not None else by_default and problem is None)
+        return cls(enabled[0], enabled[1], None if cfg is None else cfg.bucket_size)
 
 
 def sums_weight_gradients(asked: bool | None, optim: OptimConfig | None, dtype: torch.dtype) -> bool:

@@ -21,13 +21,7 @@ from hpcrl.engine.data_parallel import DataParallelChunks, Overlap, sums_weight_
 from hpcrl.engine.microbatch import MicroBatch, column_of, make_micro_batches, needed_count, recorded_experts
 from hpcrl.engine.model_state import load_model_state, model_state, state_metadata
 from hpcrl.engine.offload import offload_of
-from hpcrl.engine.optim import (
-    build_optimizer,
-    clip_gradients,
-    gradient_norm,
-    learning_rate,
-    sum_gradients,
-)
+from hpcrl.engine.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, sum_gradients
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.blocks.router import RouterLosses
@@ -226,15 +220,15 @@ class TrainEngine:
             # Else the gradients of FP32Optimizer's last step, aliases of the buffer, would be counted twice.
             self.optimizer.zero_grad()
             results = self._run(micros, compute, _with_loss(loss, batch), forward_only=False)
-            found = self._step()
+            step_metrics = self._step()
             if not self._in_update:
                 self._replicated.gather_weights()
         merged: dict[str, Any] = dict(merge(part for part, _, _ in results))
         if columns is not None and results:
-            columns |= _columns([(micro, kept) for _, micro, kept in results])
+            columns |= _columns([(micro, outputs) for _, micro, outputs in results])
         if losses is not None:
             merged |= losses.metrics(self.groups.pgc.intra_dist_opt)
-        return merged | found
+        return merged | step_metrics
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -435,8 +429,8 @@ def _with_loss(loss: Loss, batch: DataProto) -> Consume:
             padded = {name: micro.padded(output) for name, output in outputs.items()}
             value, metrics = loss(padded, TensorBatch(batch[micro.rows], platform.device()))
             value = value + 0.0  # the schedule frees the loss's memory, which a view would share
-        kept = {name: outputs[name].detach() for name in ("log_probs", "entropy") if name in outputs}
-        return value, torch.tensor(0, dtype=torch.int), (metrics, micro, kept)
+        detached = {name: outputs[name].detach() for name in ("log_probs", "entropy") if name in outputs}
+        return value, torch.tensor(0, dtype=torch.int), (metrics, micro, detached)
 
     return consume
 

@@ -92,7 +92,8 @@ def matrices_of(
 ) -> list[Matrix]:
     """Return the trained matrices of a pipeline stage, of its experts or all others, in the same order on every rank.
 
-    places: by chunk and local name, of all ranks of the stage, whose buffers are alike. cost: of a matrix.
+    places: where parameters are in buckets, by chunk and local name; equal on all ranks of the stage. cost: returns the
+    work of updating a matrix.
     """
     parts: dict[str, list[tuple[Shard, tuple[Range, ...]]]] = {}
     dims = ("edp",) if is_expert else ("dp", "cp")
@@ -102,8 +103,8 @@ def matrices_of(
         for shard in shards(shape, layout, replicas[0], part="experts" if is_expert else "dense"):
             place = places.get((shard.chunk, shard.local_name))
             if shard.is_matrix and place is not None:
-                found = place.ranges(math.prod(shard.local_shape), len(replicas))
-                ranges = tuple(Range(replicas[replica], start, stop) for replica, start, stop in found)
+                own_ranges = place.ranges(math.prod(shard.local_shape), len(replicas))
+                ranges = tuple(Range(replicas[replica], start, stop) for replica, start, stop in own_ranges)
                 parts.setdefault(shard.name, []).append((shard, ranges))
     return [Matrix(name, owner, tuple(parts[name])) for name, owner in _owners(parts, layout, dims, cost)]
 
@@ -117,8 +118,8 @@ def _owners(
     """Yield the matrices and their owners. Matrices of the same ranks are balanced together."""
     replicas_of = {rank: group for group in layout.groups(*dims) for rank in group}
     together: dict[tuple[int, ...], list[str]] = {}
-    for name, found in parts.items():
-        ranks = {rank for _, ranges in found for rank in replicas_of[ranges[0].rank]}
+    for name, of_name in parts.items():
+        ranks = {rank for _, ranges in of_name for rank in replicas_of[ranges[0].rank]}
         together.setdefault(tuple(sorted(ranks)), []).append(name)
     for holders, names in together.items():
         costs = np.array([cost(parts[name][0][0]) for name in names]).astype(np.int64)
@@ -137,7 +138,7 @@ def replace_projections(shard: Shard, matrix: Tensor, function: Function) -> Non
 class MatrixUpdates:
     """The matrices of which this rank updates ranges: see `hpcrl.algorithms.optimizers.optimizer.WholeMatrices`.
 
-    places: those of `matrices_of`. weights: by name, the ranges of this rank's matrices, (n,) fp32.
+    places: see `matrices_of`. weights: this rank's ranges of matrices, by the names of the matrices, (n,) fp32.
     """
 
     chosen: Optimizer

@@ -58,7 +58,7 @@ def packed_pictures(
             at_features.append(first_features[item] + places)
         positions.append(rope_positions(length, [picture for _, picture in pictures], vision))
         first_token += length
-    found: dict[str, Any] = {"rope_positions": torch.from_numpy(np.concatenate(positions, axis=1))}
+    arguments: dict[str, Any] = {"rope_positions": torch.from_numpy(np.concatenate(positions, axis=1))}
     if embeds:
         rows, sources = (torch.from_numpy(np.concatenate(parts)) for parts in (at_tokens, at_features))
         values = torch.from_numpy(column.values.values)
@@ -67,8 +67,8 @@ def packed_pictures(
         else:
             grids = torch.from_numpy(column.grids.astype(np.int64))
             features, pixels = None, Pixels(values.view(-1, vision.patch_width), grids)
-        found["pictures"] = PackedPictures(rows, sources, features, pixels)
-    return found
+        arguments["pictures"] = PackedPictures(rows, sources, features, pixels)
+    return arguments
 
 
 def tokens_of_towers(column: PictureColumn, shape: ModelShape) -> np.ndarray:
@@ -121,17 +121,17 @@ def recorded_experts(micro: MicroBatch, groups: RoleGroups) -> Ragged:
     layout, first = groups.layout, next(iter(routing.recorded.values()))
     # int32, because NCCL has no int16
     size = len(first), len(routing.layers), first.size(1)
-    found = torch.full(size, NOT_RECORDED, dtype=torch.int32, device=first.device)
+    experts = torch.full(size, NOT_RECORDED, dtype=torch.int32, device=first.device)
     for layer, ids in routing.recorded.items():
-        found[:, layer] = ids
+        experts[:, layer] = ids
     if layout.pp > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=groups.pp)
-    found = gather_from_sequence_parallel_region(found, group=groups.tp)
+        dist.all_reduce(experts, dist.ReduceOp.MAX, group=groups.pp)
+    experts = gather_from_sequence_parallel_region(experts, group=groups.tp)
     if layout.cp > 1:
-        found = gather_from_sequence_parallel_region(found, group=groups.pgc.cp)
-        found = found[gathered_places(len(found), layout.cp).to(found.device)]
-    tokens = found[: int(routing.lengths.sum())].flatten().to("cpu", torch.int16)
-    return Ragged.from_lengths(tokens.numpy(), routing.lengths.cpu().numpy() * found[0].numel())
+        experts = gather_from_sequence_parallel_region(experts, group=groups.pgc.cp)
+        experts = experts[gathered_places(len(experts), layout.cp).to(experts.device)]
+    tokens = experts[: int(routing.lengths.sum())].flatten().to("cpu", torch.int16)
+    return Ragged.from_lengths(tokens.numpy(), routing.lengths.cpu().numpy() * experts[0].numel())
 
 
 # Positions that the head runs on: those that predict response tokens, or each sequence's last token.
@@ -307,10 +307,10 @@ def _sequence_lengths(batch: DataProto, rows: np.ndarray, lengths: Tensor) -> Te
     firsts, cuts = ends - lengths.numpy(), starts.values.astype(np.int64)
     of_sample = np.repeat(np.arange(len(rows)), starts.lengths)
     bounds = np.sort(np.concatenate([firsts, firsts[of_sample] + cuts, ends[-1:]]))
-    found = np.diff(bounds)
-    if cuts.min(initial=1) < 1 or (cuts >= lengths.numpy()[of_sample]).any() or not found.all():
+    of_sequence = np.diff(bounds)
+    if cuts.min(initial=1) < 1 or (cuts >= lengths.numpy()[of_sample]).any() or not of_sequence.all():
         raise InputError("sequence_starts has places outside of their samples, or some twice; replay whole recordings")
-    return torch.from_numpy(found)
+    return torch.from_numpy(of_sequence)
 
 
 def _shared(output_rows: Tensor, size: int, cp_rank: int, cp_size: int) -> tuple[Tensor, OutputGather]:

@@ -53,9 +53,9 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
         return optim.min_lr
     if optim.lr_decay_style == "inverse-square-root":
         return max(optim.min_lr, optim.lr * math.sqrt(max(warmup, 1) / max(step, 1)))
-    done = (step - warmup) / max(decay_end - warmup, 1)
-    left = 1.0 - done if optim.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
-    return optim.min_lr + left * (optim.lr - optim.min_lr)
+    progress = (step - warmup) / max(decay_end - warmup, 1)
+    share = 1.0 - progress if optim.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * progress) + 1.0)
+    return optim.min_lr + share * (optim.lr - optim.min_lr)
 
 
 def build_optimizer(
@@ -71,8 +71,8 @@ def build_optimizer(
     state on every replica.
 
     Megatron's own factory gathers the parameter groups over the whole world, including ranks outside this role; here
-    every stage has the same groups by construction. shards: by parameter. tower_lr: peak learning rate of the vision
-    tower, if it is another. Raises InputError for adapters that the optimizer cannot train.
+    every stage has the same groups by construction. shards: this rank's part of each parameter. tower_lr: peak learning
+    rate of the vision tower, if it differs. Raises InputError for adapters that the optimizer cannot train.
     """
     chosen = optim.chosen()
     if chosen.without_adapters and any(is_adapter(shard.name) for shard in shards.values()):

@@ -156,14 +156,14 @@ class VocabularyOutputs:
                 ids = ids.view(micro.num_outputs, -1).to(targets.dtype)
                 ids = ids if micro.output_gather is None else micro.output_gather.own_of(ids)
             targets = torch.cat([targets, ids], dim=1)
-        wanted = {"entropy": entropy, "sum_pi_squared": sum_pi_squared}
-        found = self._at(hidden, targets, k=targets.size(1) - 1, temperature=temperature, **wanted)
+        options = {"entropy": entropy, "sum_pi_squared": sum_pi_squared}
+        rows = self._at(hidden, targets, k=targets.size(1) - 1, temperature=temperature, **options)
         outputs = {
-            "log_probs": found.log_probs[:, 0],
-            "topk_log_probs": None if topk_ids is None else found.log_probs[:, 1:],
-            "entropy": found.entropies,
-            "sum_pi_squared": found.squares,
-            "own_topk_ids": found.topk_ids,
+            "log_probs": rows.log_probs[:, 0],
+            "topk_log_probs": None if topk_ids is None else rows.log_probs[:, 1:],
+            "entropy": rows.entropies,
+            "sum_pi_squared": rows.squares,
+            "own_topk_ids": rows.topk_ids,
         }
         return {name: output for name, output in outputs.items() if output is not None}
 

@@ -44,7 +44,7 @@ class ShardedOptimizer(DistributedOptimizer):
     def use(self, chosen: Optimizer, matrices: WholeMatrices, is_matrix: Mapping[torch.Tensor, bool]) -> None:
         """Make torch's optimizer over the ranges of this rank, and its state.
 
-        is_matrix: by parameter of the model, whether it is a matrix of a layer.
+        is_matrix: for each parameter of the model, whether it is a matrix of a layer.
         """
         for parameter, of_layer in is_matrix.items():
             self._states[parameter] = dtypes_of(chosen, is_matrix=of_layer)

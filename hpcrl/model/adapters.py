@@ -18,10 +18,10 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import linear
 
+from hpcrl.model.blocks.layers import SplitModule, mark
 from hpcrl.model.shape import FACTORS, Lora, is_adapter
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpcrl.model.params import Shard
 
 
-class Adapter(torch.nn.Module):
+class Adapter(SplitModule):
     """This rank's parts of A (r, in) and B (out, r) of one projection, which is `rows` rows of the frozen `layer`."""
 
     def __init__(self, layer: Any, lora: Lora, rows: int, *, is_row_parallel: bool) -> None:
@@ -38,25 +38,11 @@ class Adapter(torch.nn.Module):
         options = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         self.lora_A = torch.nn.Parameter(torch.empty(lora.rank, layer.weight.size(1), **options))
         self.lora_B = torch.nn.Parameter(torch.empty(rows, lora.rank, **options))
-        self._cut = {"lora_A": 1} if is_row_parallel else {"lora_B": 0}
+        self.split_axes = {"lora_A": 1} if is_row_parallel else {"lora_B": 0}
         replicated = self.lora_B if is_row_parallel else self.lora_A
         # Each rank has a part of this factor's gradient: that of its tokens, or in an expert of its columns.
-        replicated.sequence_parallel = layer.sequence_parallel and not layer.is_expert  # type: ignore[attr-defined]
-        replicated.expert_tensor_parallel = layer.is_expert  # type: ignore[attr-defined]
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Same as in megatron's linear layers."""
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            self._cut,
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        is_expert = layer.is_expert
+        mark(replicated, sequence_parallel=layer.sequence_parallel and not is_expert, expert_tensor_parallel=is_expert)
 
 
 # By row and sequence parallelism. The first two copy the input of each rank's rows of B, and sum the ranks' parts of
@@ -132,7 +118,7 @@ class MergedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shards: Iterable[Shard], lora: Lora) -> None:
-        """shards: those of the weights."""
+        """shards: this rank's parts of the weights and the adapters."""
         self._weights, self._lora = weights, lora
         self._adapted = {
             shard.name: shard

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.model.families.config_json import CONFIG, hf_config, read_shape, shape_from_hf
-from hpcrl.model.families.rope_keys import rope_from_hf
+from hpcrl.model.families.family import rope_from_hf
 from hpcrl.model.hf_files import Safetensors
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision, tower_tensors
@@ -145,10 +145,10 @@ def _check_family(shape: ModelShape) -> None:
         )
     exported = shape_from_hf(hf_config(shape), "model")
     for field in fields(ModelShape):
-        expected, found = getattr(shape, field.name), getattr(exported, field.name)
-        if expected != found:
+        expected, actual = getattr(shape, field.name), getattr(exported, field.name)
+        if expected != actual:
             raise InputError(
-                f"model.family={shape.family} has {field.name}={found}, not {expected}; use that or another family"
+                f"model.family={shape.family} has {field.name}={actual}, not {expected}; use that or another family"
             )
 
 
@@ -182,20 +182,20 @@ def check_towers(policy: ModelShape, models: Mapping[str, ModelShape]) -> None:
     if expected is None:
         return
     for section, shape in models.items():
-        found = shape.vision
-        if found is None:
+        tower = shape.vision
+        if tower is None:
             raise InputError(
                 f"the model of {section} has no vision tower, and the policy's prompts have pictures; name a "
                 f"vision-language model in {section}.model.path"
             )
-        if expected.train == "none" and tower_tensors(found) != tower_tensors(expected):
+        if expected.train == "none" and tower_tensors(tower) != tower_tensors(expected):
             raise InputError(
                 f"the vision tower of {section}.model differs from the policy's, whose features it would get with "
                 "model.vision.train=none; use a model with the same tower"
             )
-        if (found.patch_width, found.merge_size) != (expected.patch_width, expected.merge_size):
+        if (tower.patch_width, tower.merge_size) != (expected.patch_width, expected.merge_size):
             raise InputError(
-                f"{section}.model has {found.patch_width} numbers per patch and {found.merge_size}^2 patches per "
+                f"{section}.model has {tower.patch_width} numbers per patch and {tower.merge_size}^2 patches per "
                 f"token, the policy {expected.patch_width} and {expected.merge_size}^2; use a model with the same "
                 "patches"
             )

@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from hpcrl.model.adapters import add_adapters
-    from hpcrl.model.blocks.layers import ScalarHead, embedding_factor, use_exact_linear
+    from hpcrl.model.blocks.layers import ScalarHead, embedding_factor, mark, use_exact_linear
     from hpcrl.model.blocks.mixture_modules import Mixture
     from hpcrl.model.blocks.norms import norm_module
     from hpcrl.model.exact import check_exact
@@ -150,7 +150,7 @@ def _chunk(
         tower = build_tower(shape, config.params_dtype)
         for name, parameter in tower.named_parameters():
             parameter.requires_grad_(shape.vision.is_trained(name))
-            parameter.tower = True  # type: ignore[attr-defined]  # each tensor-parallel rank has the gradient of its pictures
+            mark(parameter, tower=True)  # each tensor-parallel rank has the gradient of its pictures
         model.add_tower(tower, shape.vision)
     if head in params.SCALAR_HEADS and is_last:
         model.output_layer = ScalarHead(shape.hidden_size)
@@ -159,7 +159,7 @@ def _chunk(
         model.output_layer.sequence_parallel = model.output_layer.allreduce_dgrad = False
         model.output_layer.disable_grad_reduce = True
         if config.gradient_accumulation_fusion:
-            model.output_weight().sums_in_fp32 = True  # type: ignore[attr-defined]  # see hpcrl.kernels.fp32_product
+            mark(model.output_weight(), sums_in_fp32=True)  # see hpcrl.kernels.fp32_product
     if exact:
         use_exact_linear(model)
     if lora is not None:
@@ -183,11 +183,11 @@ def transformer_config(
     shape: ModelShape,
     groups: RoleGroups,
     dtype: torch.dtype,
-    sequence_parallel: bool = False,
-    recompute: RecomputeConfig | None = None,
-    te: TransformerEngineConfig | None = None,
+    sequence_parallel: bool,
+    recompute: RecomputeConfig | None,
+    te: TransformerEngineConfig | None,
     *,
-    fp32_gradients: bool = False,
+    fp32_gradients: bool,
 ) -> TransformerConfig:
     """Megatron's description of the model: no dropout, no biases except of queries, keys and values."""
     layout = groups.layout
@@ -259,7 +259,7 @@ class _Stages(PipelineParallelLayerLayout):
         super().__init__(layout, pp_size)
         self.pp_rank = pp_rank
 
-    def get_layer_offset(self, layer_type, vp_stage=None, pp_rank=None):  # type: ignore[no-untyped-def]
+    def get_layer_offset(self, layer_type: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
         pp_size = self.pipeline_model_parallel_size
         piece = (vp_stage or 0) * pp_size + (self.pp_rank if pp_rank is None else pp_rank)
         return sum(self.layout[number % pp_size][number // pp_size].count(layer_type) for number in range(piece))
@@ -284,7 +284,7 @@ def _has_kernel(name: str, dtype: torch.dtype) -> bool:
         raise InputError(str(error)) from None
 
 
-def _layer_spec(layer: Layer, groups: RoleGroups, exact: bool, replaced: Collection[str] | None):  # type: ignore[no-untyped-def]
+def _layer_spec(layer: Layer, groups: RoleGroups, exact: bool, replaced: Collection[str] | None) -> ModuleSpec:
     """Megatron's local layer with the modules of its blocks. Unless `replaced` is None, norms and the linear layers
     that it names are Transformer Engine's."""
     experts = layer.num_experts or None
@@ -388,18 +388,18 @@ def _mark_parameters(chunks: Sequence[PackedGPT], local: list[Shard]) -> None:
     """Set the attributes that megatron reads from parameters, and sets itself only when it initialises them or has more
     ranks."""
     parameters = named_parameters(chunks)
-    found = {place: tuple(parameter.shape) for place, parameter in parameters.items()}
+    built = {place: tuple(parameter.shape) for place, parameter in parameters.items()}
     expected = {(shard.chunk, shard.local_name): shard.local_shape for shard in local}
-    if found != expected:
-        different = {place for place, _ in found.items() ^ expected.items()}
+    if built != expected:
+        different = {place for place, _ in built.items() ^ expected.items()}
         raise RuntimeError(f"model and hpcrl.model.params disagree about {sorted(different)}")
     for shard in local:
         parameter = parameters[shard.chunk, shard.local_name]
         # Replicated parameters must not be counted once per tensor-parallel rank in the gradient norm.
-        parameter.tensor_model_parallel = not shard.tp_replicated  # type: ignore[attr-defined]
+        mark(parameter, tensor_model_parallel=not shard.tp_replicated)
         if shard.is_expert:
             # Sums gradients over the expert grid's replicas; megatron sets it only if ep > 1.
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            mark(parameter, allreduce=False)
 
 
 def copy_boxes(whole: Tensor, local: Tensor, shard: Shard) -> None:

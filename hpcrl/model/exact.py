@@ -5,12 +5,15 @@ on its own sequence up to itself only: not on the number of other tokens, on the
 whether it comes in a prompt, one at a time, or in a packed micro-batch. Norms, rotary embeddings and other operations
 on single tokens have this property; the matrix products, attention and sums over ranks in this file have it too.
 
+`TensorParallel` is a group of ranks as decoding and sampling use it, whose sums are exact or not.
+
 Without kernels, products and attention of bf16 are computed in fp32 and rounded. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +60,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         if use_triton("exact_product", x):
-            from hpcrl.kernels.exact_product_triton import exact_product
+            from hpcrl.kernels.exact_triton import exact_product
 
             return exact_product(x, weight, dtype)
         return _product(x.float(), weight.t().float()).to(dtype)
@@ -136,7 +139,7 @@ def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles)
     """`exact_attention` of queries (n, KV heads, queries per KV head, d) to keys (blocks, KV heads, d, PAGE) and values
     (blocks, KV heads, PAGE, d): the shape of the queries. No gradient."""
     if has_attention_kernel(queries):
-        from hpcrl.kernels.exact_attention_triton import attention
+        from hpcrl.kernels.exact_triton import attention
 
         return attention(queries, keys, values, tiles.blocks, tiles.numbers, tiles.tokens)
     first, sizes, position, start = tiles.numbers.long().unsqueeze(-1).unbind(1)
@@ -146,9 +149,9 @@ def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles)
     blocks = start + torch.arange(tiles.width, device=queries.device)
     table = tiles.blocks[blocks.clamp(max=len(tiles.blocks) - 1)]
     cached = keys[table].permute(0, 2, 1, 4, 3).flatten(2, 3), values[table].transpose(1, 2).flatten(2, 3)
-    found = exact_attention(padded, *cached, position + place).transpose(1, 2)
+    attended = exact_attention(padded, *cached, position + place).transpose(1, 2)
     output = queries.new_empty(len(queries) + 1, *queries.shape[1:])
-    return output.index_copy_(0, rows.flatten(), found.flatten(0, 1))[:-1]
+    return output.index_copy_(0, rows.flatten(), attended.flatten(0, 1))[:-1]
 
 
 def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -221,6 +224,44 @@ def exact_sum(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return _in_order(parts.unbind(0))
 
 
+@dataclass(frozen=True)
+class TensorParallel:
+    """A tensor-parallel group; with one rank every call is the identity. `exact` sums in rank order."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size > 1 and self.group is None:
+            raise ValueError(f"tensor parallelism over {self.size} ranks needs a process group")
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Return the sum over ranks; `partial` may be overwritten."""
+        if self.exact:
+            return exact_sum(partial, self.group)
+        if self.size > 1:
+            dist.all_reduce(partial, group=self.group)
+        return partial
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """(n, m) on each rank -> (n, size * m) on all, in rank order."""
+        if self.size == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self.group)
+        return torch.cat(parts, dim=1)
+
+    def smallest(self, number: int) -> int:
+        """Return the minimum over ranks. Collective."""
+        if self.size == 1:
+            return number
+        least = torch.tensor(number)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
+
+
 def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise InputError if exact mode is not possible: another number of threads, or products, attention or norms whose
     results for a token depend on the number of tokens."""
@@ -276,10 +317,10 @@ def _is_paged_exact(heads: int, width: int, probe: Callable[..., Tensor]) -> boo
     many = Tiles.of(lengths, np.zeros_like(lengths), table, tile_tokens(heads, keys.dtype), keys.device)
     sequence = np.arange(2).repeat(lengths)
     position = np.arange(tokens) - lengths[0] * sequence
-    some = np.arange(3, tokens, 11)
-    single = Tiles.of(np.ones_like(some), position[some], table[sequence[some]], many.tokens, keys.device)
+    sample = np.arange(3, tokens, 11)
+    single = Tiles.of(np.ones_like(sample), position[sample], table[sequence[sample]], many.tokens, keys.device)
     whole = paged_attention(queries, keys, values, many)
-    chosen = torch.from_numpy(some).to(keys.device)
+    chosen = torch.from_numpy(sample).to(keys.device)
     return torch.equal(paged_attention(queries[chosen], keys, values, single), whole[chosen])
 
 

@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
+from hpcrl.model.blocks.attention import Rope
 from hpcrl.model.blocks.layers import ScalarHead
-from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from hpcrl.model.tower import Division, PackedPictures, encode_divided
 

@@ -61,8 +61,8 @@ def plan_files(shape: ModelShape, itemsize: int, num_writers: int) -> list[HfFil
 
 
 class TokenizerFiles(NamedTuple):
-    """Whose files an export copies. token_ids: of config.json and generation_config.json, such as `eos_token_id`.
-    chat_template: in place of the tokenizer's own."""
+    """The directory whose tokenizer an export copies. token_ids: keys that config.json and generation_config.json get,
+    such as `eos_token_id`. chat_template: replaces the tokenizer's own."""
 
     folder: Path
     token_ids: Mapping[str, int | list[int]] = {}
@@ -122,15 +122,15 @@ def _copy_others(folder: Path, shape: ModelShape, like: Path) -> dict[str, tuple
         return {}
     from safetensors.torch import save_file
 
-    found = dict[str, tuple[str, int]]()
+    places = dict[str, tuple[str, int]]()
     try:
         for number, part in enumerate(Safetensors(like).others(shape), 1):
             file = f"{OTHERS}{number:05d}.safetensors"
             save_file(part, folder / file, metadata={"format": "pt"})
-            found |= {name: (file, tensor.nbytes) for name, tensor in part.items()}
+            places |= {name: (file, tensor.nbytes) for name, tensor in part.items()}
     except InputError as error:  # a directory that has changed since the start
         raise OSError(str(error)) from error
-    return found
+    return places
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -149,16 +149,16 @@ def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
     converts experts' adapters into its own for stacked weights: of both gate and up or of neither, and it then drops
     those of dense layers.
     """
-    found = list[Shard]()
+    adapters = list[Shard]()
     of_matrix: dict[str, str] = {}
     for shard in shards(shape, lora=lora):
         if is_adapter(shard.name):  # it follows its matrix
             projection, factor = shard.name.split(".")[-2:]
             peft_name = _peft_name(shape, of_matrix[projection], factor)
-            found.append(shard._replace(local_name=peft_name, tp_replicated=True))
+            adapters.append(shard._replace(local_name=peft_name, tp_replicated=True))
         elif shard.projections and len(shard.global_shape) == 2:
             of_matrix = dict(zip((it.name for it in shard.projections), hf_names_of(shape, shard.name), strict=False))
-    return found
+    return adapters
 
 
 def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str, Any]:

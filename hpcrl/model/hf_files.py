@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 
 from hpcrl.model.blocks.block import Box
 from hpcrl.model.families.config_json import CONFIG, FAMILIES, read_shape
-from hpcrl.model.mxfp4 import BLOCKS, SCALES, Mxfp4Slice, weight_of
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
@@ -38,6 +37,11 @@ SINGLE = "model.safetensors"
 MAX_BYTES = 5 * 10**9  # of a file, unless one tensor is larger; as in save_pretrained()
 # Fields of a shape in which a directory's model may differ: its weights mean the same
 NOT_WEIGHTS = ("max_position_embeddings", "windows", "init_std", "family", "tokenizer_size", "hf_keys")
+# MXFP4 of the OCP Microscaling Formats 1.0, section 5.3.2: numbers of 4 bits with an exponent for each 32 of them.
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two tensors of a weight
+GROUP = 32  # numbers with one exponent
+BIAS = 127  # of exponents
+POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with the other sign
 
 
 class Span(NamedTuple):
@@ -63,12 +67,12 @@ def spans(shape: ModelShape, shard: Shard) -> list[Span]:
     for hf_name, rows in zip(hf_names, rows_of.values(), strict=True):
         firsts.append(filled.get(hf_name, 0))
         filled[hf_name] = firsts[-1] + periods * rows
-    found, row = [], 0
+    cuts, row = [], 0
     for period in range(periods):
         for hf_name, first, rows in zip(hf_names, firsts, rows_of.values(), strict=True):
-            found.append(Span(row, hf_name, first + period * rows, rows))
+            cuts.append(Span(row, hf_name, first + period * rows, rows))
             row += rows
-    return found
+    return cuts
 
 
 def hf_names_of(shape: ModelShape, name: str) -> list[str]:
@@ -152,7 +156,7 @@ def others_of(shape: ModelShape, names: Iterable[str]) -> list[str]:
     return [name for name in rest if name.startswith(further) or (pattern is not None and re.search(pattern, name))]
 
 
-def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
+def differing(shape: ModelShape, shapes: dict[str, tuple[int, ...]]) -> Iterable[str]:
     """Yield a line for each tensor that is missing, of another shape, or unknown."""
     expected, also = {}, {}
     for shard in hf_shards(shape):
@@ -163,13 +167,13 @@ def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[
             if not is_transposed:
                 also[name] = shape.routed.num_experts, *size  # as transformers 5 saves them
     for name, size in expected.items():
-        if name not in found:
+        if name not in shapes:
             yield f"no tensor {name}"
-        elif found[name] not in (size, also.get(name)):
-            yield f"{name} has shape {found[name]}; config.json says {size}"
+        elif shapes[name] not in (size, also.get(name)):
+            yield f"{name} has shape {shapes[name]}; config.json says {size}"
     # extra tensors of older libraries: a tied head, and the frequencies of the rotary embedding
-    known = {*others_of(shape, found), *(["lm_head.weight"] if shape.tie_word_embeddings else [])}
-    for name in found.keys() - expected.keys() - known:
+    known = {*others_of(shape, shapes), *(["lm_head.weight"] if shape.tie_word_embeddings else [])}
+    for name in shapes.keys() - expected.keys() - known:
         if not name.endswith("rotary_emb.inv_freq"):
             yield f"{name} is in the files but not in the model"
 
@@ -189,14 +193,12 @@ def unstacked(shape: ModelShape, found: Mapping[str, tuple[int, ...]]) -> dict[s
 
 def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
     """Open a directory with a model of this `shape`. Raises InputError for a model that computes something else."""
-    found = read_shape(folder)
+    in_folder = read_shape(folder)
     for field in fields(ModelShape):
-        found_value, expected = getattr(found, field.name), getattr(shape, field.name)
-        if field.name not in NOT_WEIGHTS and found_value != expected:
-            raise InputError(
-                f"{folder / CONFIG} describes another model: {field.name} is {found_value}, expected {expected}"
-            )
-    shape.check_windows(found, str(folder / CONFIG))
+        value, expected = getattr(in_folder, field.name), getattr(shape, field.name)
+        if field.name not in NOT_WEIGHTS and value != expected:
+            raise InputError(f"{folder / CONFIG} describes another model: {field.name} is {value}, expected {expected}")
+    shape.check_windows(in_folder, str(folder / CONFIG))
     source = Safetensors(folder)
     source.check(shape)
     return source
@@ -312,16 +314,59 @@ def whole_tensors(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a file by name, from those of its `hf_shards`: matrices of a stacked tensor become one."""
     import torch
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     counts = Counter(stack_of(name).name for name in parts)
     for hf_name, part in parts.items():
         name, number, _, first, step = stack_of(hf_name)
         if number is None:
-            found[name] = part
+            tensors[name] = part
             continue
-        if name not in found:
+        if name not in tensors:
             size = step * len(part), *part.shape[1:]
-            found[name] = torch.empty(counts[name] // step, *reversed(size), dtype=part.dtype)
-        matrix = found[name][number]
+            tensors[name] = torch.empty(counts[name] // step, *reversed(size), dtype=part.dtype)
+        matrix = tensors[name][number]
         (matrix.T if matrix.dim() == 2 else matrix)[first::step] = part
-    return found
+    return tensors
+
+
+def weight_of(name: str, names: Container[str]) -> str:
+    """Return the weight that the tensor `name` of a file is a part of; its own name if it is whole."""
+    weight = name.removesuffix(BLOCKS).removesuffix(SCALES)
+    return weight if weight + BLOCKS in names and weight + SCALES in names else name
+
+
+class Mxfp4Slice:
+    """A weight (experts, in, out) of two tensors in uint8, which is read like a slice of a safetensors file.
+
+    blocks: (experts, out, in / 32, 16), each byte with two numbers, of which the first has the lower bits. scales:
+    (experts, out, in / 32).
+    """
+
+    def __init__(self, name: str, blocks: Any, scales: Any) -> None:
+        self._blocks, self._scales = blocks, scales
+        sizes, dtypes = (blocks.get_shape(), scales.get_shape()), {blocks.get_dtype(), scales.get_dtype()}
+        if dtypes != {"U8"} or len(sizes[0]) != 4 or sizes[0][3] != GROUP // 2 or sizes[0][:3] != sizes[1]:
+            raise InputError(
+                f"{name}: blocks of {sizes[0]} and scales of {sizes[1]} in {' and '.join(sorted(dtypes))}; expected "
+                f"U8 (experts, rows, groups, {GROUP // 2}) and (experts, rows, groups): copy the directory again"
+            )
+
+    def get_shape(self) -> list[int]:
+        experts, rows, groups, _ = self._blocks.get_shape()
+        return [experts, groups * GROUP, rows]
+
+    def __getitem__(self, place: tuple[int, slice, slice]) -> Tensor:
+        """Return a part of one expert's matrix, fp32; only the groups that it needs are read. The second slice may have
+        a step, which slices of files do not have."""
+        import torch
+
+        number, inner, outer = place
+        first, last = inner.start // GROUP, -(-inner.stop // GROUP)
+        read = number, slice(outer.start, outer.stop), slice(first, last)
+        blocks, scales = (part[read][:: outer.step or 1] for part in (self._blocks, self._scales))
+        numbers = torch.tensor((*POSITIVE, *(-number for number in POSITIVE)))
+        of_bytes = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), -1)
+        values = torch.nn.functional.embedding(blocks.int(), of_bytes)  # (rows, groups, 16, 2)
+        factors = torch.ldexp(torch.ones(scales.shape), scales.int() - BIAS)
+        values = values.mul_(factors[..., None, None]).flatten(1)
+        return values[:, inner.start - first * GROUP : inner.stop - first * GROUP].T

@@ -155,8 +155,8 @@ def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
         )
     kinds = set()
     for stage in range(layout.pp):
-        found = shards(shape, layout, layout.rank_of(pp=stage), lora=lora)
-        kinds.add(frozenset(shard.is_expert for shard in found if is_adapter(shard.name)))
+        of_stage = shards(shape, layout, layout.rank_of(pp=stage), lora=lora)
+        kinds.add(frozenset(shard.is_expert for shard in of_stage if is_adapter(shard.name)))
     if len(kinds) > 1:
         raise InputError(
             f"model.target_modules={','.join(lora.targets)} with placement.actor.pp={layout.pp} makes some pipeline "

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Literal
 
-from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.attention import Attention, Rope, RopeScaling
 from hpcrl.model.blocks.block import Block, Layer, blocks_of
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.latent import Latent, LatentAttention
 from hpcrl.model.blocks.micro_batch import MicroBatch, seen_pairs
 from hpcrl.model.blocks.mixture import MixtureOfExperts, RoutedExperts
 from hpcrl.model.blocks.norms import Norms
-from hpcrl.model.blocks.rope import Rope, RopeScaling
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import Layout

@@ -110,8 +110,8 @@ def encode_divided(
     """Return features (tokens, width) of all pictures, on every rank. Collective over the product of the groups; each
     picture is encoded by one rank. one_by_one: as in `encode`.
 
-    grids: integers (n, 3). pixels: from numbers of this rank's pictures to their patches. max_patches: on the device at
-    a time, unless one picture has more.
+    grids: integers (n, 3). pixels: a function that returns the patches of this rank's pictures, given their numbers.
+    max_patches: the most patches on the device at a time, unless one picture has more.
     """
     sizes = [division.group.size() for division in divisions]
     num_ranks, mine = math.prod(sizes), 0

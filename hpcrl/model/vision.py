@@ -114,8 +114,8 @@ def vision_from_hf(config: Mapping[str, Any], rope: Mapping[str, Any], rope_dim:
         if not isinstance(token, int):
             raise InputError(f"{key}={token!r}; expected the id of a token")
     activation = "silu" if is_qwen2_5 else "gelu_pytorch_tanh"
-    if (found := tower.get("hidden_act", activation)) != activation:
-        raise InputError(f"vision_config.hidden_act={found}; only {activation} is supported; use another model")
+    if (hidden_act := tower.get("hidden_act", activation)) != activation:
+        raise InputError(f"vision_config.hidden_act={hidden_act}; only {activation} is supported; use another model")
     sound = (
         isinstance(sections, list) and len(sections) == 3 and all(isinstance(it, int) and it >= 0 for it in sections)
     )

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from hpcrl.kernels import sampling as kernels
 from hpcrl.kernels.dispatch import use_triton
-from hpcrl.kernels.philox import MULTIPLIERS, ROUNDS, WEYL
-from hpcrl.model.exact import exact_log_probs
-from hpcrl.model.tensor_parallel import TensorParallel
+from hpcrl.kernels.sampling import MULTIPLIERS, ROUNDS, WEYL
+from hpcrl.model.exact import TensorParallel, exact_log_probs
 from hpcrl.rollout.protocol import SamplingParams
 
 _MULTIPLIERS = np.array(MULTIPLIERS, np.uint64)

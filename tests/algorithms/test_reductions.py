@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.reductions import discounted_returns, gae, group_moments
+from hpcrl.algorithms.outcome_advantages import group_moments
+from hpcrl.algorithms.token_advantages import discounted_returns, generalized_advantages
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # samples and groups: none, one, groups of one, one of all, numbers without a sample
@@ -52,7 +53,9 @@ def test_bits_are_those_of_the_formula(shape: tuple[int, int], dtype: torch.dtyp
     """What does not depend on the advantage behind is done for all positions at once; masked numbers are ignored."""
     mask = torch.rand(shape) < 0.7
     rewards, values = torch.randn(2, *shape).to(dtype).masked_fill(~mask, float("nan"))
-    assert torch.equal(gae(rewards, values, mask, GAMMA, LAM), by_hand(rewards, values, mask, GAMMA, LAM))
+    assert torch.equal(
+        generalized_advantages(rewards, values, mask, GAMMA, LAM), by_hand(rewards, values, mask, GAMMA, LAM)
+    )
     returns = discounted_returns(rewards, mask.long(), GAMMA)
     assert torch.equal(returns, by_hand(rewards, torch.zeros_like(values), mask, GAMMA, 1.0))
 
@@ -61,5 +64,5 @@ def test_bits_are_those_of_the_formula(shape: tuple[int, int], dtype: torch.dtyp
 @pytest.mark.parametrize("of_rewards", DTYPES)
 def test_dtypes_are_promoted(of_rewards: torch.dtype, of_values: torch.dtype) -> None:
     rewards, values = torch.randn(3, 9).to(of_rewards), torch.randn(9, 3).to(of_values).T
-    found = gae(rewards, values, torch.ones(3, 9), GAMMA, LAM)
+    found = generalized_advantages(rewards, values, torch.ones(3, 9), GAMMA, LAM)
     assert found.dtype == torch.promote_types(of_rewards, of_values)

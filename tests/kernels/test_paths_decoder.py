@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels import dispatch
+from hpcrl.model.exact import TensorParallel
 from hpcrl.model.shape import LatentAttention, ModelShape
-from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, CacheLayout
 from hpcrl.rollout.engines.native.attention import NewTokens, PrefillAttention
 from hpcrl.rollout.engines.native.decoder import Decoder

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.kernels import philox
+from hpcrl.kernels import sampling
 from hpcrl.rollout.sampling import uniforms
 
 
@@ -19,5 +19,5 @@ def test_numbers_are_those_of_the_host_bit_for_bit(device: torch.device, monkeyp
         number = torch.from_numpy(np.array([step], np.uint32).view(np.int32)).to(device)
         for choice in ("triton", "torch"):
             monkeypatch.setenv("HPCRL_KERNELS", choice)
-            found = philox.uniforms(given[:2], given[2], given[3], number, logits)
+            found = sampling.uniforms(given[:2], given[2], given[3], number, logits)
             assert found.cpu().numpy().tobytes() == expected.tobytes()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.layers import apply_rope
-from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.attention import Rope
 from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from hpcrl.rollout.engines.native.decoder import FastRotation, PlainRotation
 from tests.kernels.close import DTYPES, assert_near

@@ -10,7 +10,7 @@ from hpcrl.kernels.dispatch import FP8
 from hpcrl.kernels.fp8_matrix import rounded
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, store_heads
-from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.attention import Rope
 from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from tests.kernels.close import DTYPES, assert_near, poisoned
 

@@ -15,11 +15,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
-from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.attention import Attention, Rope
 from hpcrl.model.blocks.block import Block, CachedState, Layer, Weight
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.norms import Norms
-from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.families.config_json import register_family
 from hpcrl.model.families.family import HF, LLAMA, MEGATRON, NO_BIAS, Family
 from hpcrl.model.shape import ModelShape

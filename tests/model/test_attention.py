@@ -8,8 +8,8 @@ import torch
 
 from hpcrl.batch.ragged import moved
 from hpcrl.kernels.layers import apply_rope, rms_norm
+from hpcrl.model.blocks.attention import Rope
 from hpcrl.model.blocks.attention_modules import PackedAttention
-from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from hpcrl.model.gpt import pack
 from hpcrl.model.shape import ModelShape

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hpcrl.kernels.layers import rms_norm
 from hpcrl.model import exact
+from hpcrl.model.blocks.attention import Rope
 from hpcrl.model.blocks.attention_modules import ExactPackedAttention, PackedAttention
-from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.blocks.rope_angles import rope_cos_sin
 from hpcrl.model.exact import KEYS, check_exact, exact_attention, exact_linear, exact_log_softmax
 from hpcrl.model.gpt import pack

@@ -18,10 +18,10 @@ from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.block import Block, CachedState
 from hpcrl.model.blocks.gated_delta import GatedDelta
 from hpcrl.model.build import build_model
+from hpcrl.model.exact import TensorParallel
 from hpcrl.model.gpt import PackedGPT, pack
 from hpcrl.model.params import role_layout
 from hpcrl.model.shape import ModelShape, forward_flops
-from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_tensorrt_llm
 from hpcrl.rollout.engines.vllm.declaration import check_model as check_vllm
 from hpcrl.runtime.exits import InputError

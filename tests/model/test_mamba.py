@@ -12,7 +12,7 @@ from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHCon
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from hpcrl.forecast.memory.meta import fake_rank
-from hpcrl.model.blocks.absent import half_layer
+from hpcrl.model.blocks.block import half_layer
 from hpcrl.model.blocks.mamba import Mamba
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.build import build_model

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.attention import Attention, Rope
 from hpcrl.model.blocks.block import Layer
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.mixture import MixtureOfExperts
 from hpcrl.model.blocks.norms import Norms
-from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.params import (
     Shard,
     check_adapters,

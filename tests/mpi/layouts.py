@@ -16,15 +16,13 @@ from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config, MoeConfig, OptimConfig
 from hpcrl.engine.checkpoint.sharded_save import SavedPart, ShardedSave, describe
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.model.blocks.absent import half_layer
-from hpcrl.model.blocks.attention import Attention
-from hpcrl.model.blocks.block import unsupported
+from hpcrl.model.blocks.attention import Attention, RopeScaling
+from hpcrl.model.blocks.block import half_layer, unsupported
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.gated_delta import GatedDelta
 from hpcrl.model.blocks.mamba import Mamba
 from hpcrl.model.blocks.mixture import MixtureOfExperts
 from hpcrl.model.blocks.norms import Norms
-from hpcrl.model.blocks.rope import RopeScaling
 from hpcrl.model.build import copy_boxes, local_shards, named_parameters
 from hpcrl.model.families.config_json import shape_from_hf
 from hpcrl.model.shape import LatentAttention, ModelShape

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.model.tensor_parallel import TensorParallel
+from hpcrl.model.exact import TensorParallel
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout.sampling import Sampled, sample, sample_sharded
 from tests.covering import slow_but

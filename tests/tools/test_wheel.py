@@ -40,7 +40,7 @@ def test_the_wheel_has_the_templates_and_says_whose_it_is(dist: Path) -> None:
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     expected = {f"hpcrl/templates/{path.relative_to(ROOT)}" for path in paths if path.is_file()}
     assert {*expected, "hpcrl/templates/tools/prepare_countdown.py"} == {n for n in names if n.startswith("hpcrl/temp")}
-    assert {"hpcrl/kernels/philox.py", "hpcrl/observe/report/assets/main.js"} <= names
+    assert {"hpcrl/kernels/sampling.py", "hpcrl/observe/report/assets/main.js"} <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hpcrl"}
     assert "Author: hpcrl developers\n" in metadata and "Classifier: Operating System :: POSIX :: Linux\n" in metadata
 
@@ -48,7 +48,7 @@ def test_the_wheel_has_the_templates_and_says_whose_it_is(dist: Path) -> None:
 def test_the_sdist_has_what_the_wheel_is_built_from(dist: Path) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    assert {"setup.py", "hpcrl/kernels/philox.py", "configs/start/reward.py", "slurm/common.sh"} <= names
+    assert {"setup.py", "hpcrl/kernels/sampling.py", "configs/start/reward.py", "slurm/common.sh"} <= names
     assert {"docs/examples/grpo_by_hand.py", "tools/prepare_countdown.py"} <= names
 
 
@@ -73,4 +73,4 @@ def test_a_job_is_submitted_from_an_installed_wheel(dist: Path, tmp_path: Path) 
     code = work / "runs" / "grpo" / "bundle" / "code"
     common = (code / "slurm" / "common.sh").read_text(encoding="utf-8")
     assert common == (TEMPLATES / "slurm" / "common.sh").read_text(encoding="utf-8")
-    assert (code / "hpcrl" / "kernels" / "philox.py").is_file() and not (code / "hpcrl-0.1.0.dist-info").exists()
+    assert (code / "hpcrl" / "kernels" / "sampling.py").is_file() and not (code / "hpcrl-0.1.0.dist-info").exists()

@@ -7,7 +7,7 @@ import torch
 from kernel_cases.case import Case
 
 from hpcrl.kernels.layers import apply_rope
-from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.attention import Rope
 from hpcrl.model.blocks.rope_angles import rope_cos_sin
 
 TOKENS, GROUPS, QUERIES, HEAD_DIM, THETA = 32768, 8, 4, 128, 1e6

@@ -6,7 +6,7 @@ import torch
 from kernel_cases.case import Case
 
 from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, reference, store_heads
-from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.attention import Rope
 from hpcrl.model.blocks.rope_angles import rope_cos_sin
 
 ROWS, GROUPS, QUERIES, HEAD_DIM, BLOCKS, SIZE = 256, 8, 4, 128, 4096, 32

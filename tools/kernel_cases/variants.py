@@ -14,14 +14,12 @@ import torch
 from hpcrl.kernels import (
     checksum_triton,
     decode_attention_triton,
-    exact_attention_triton,
-    exact_product_triton,
+    exact_triton,
     fp8_matrix_triton,
     grouped_experts_triton,
     layers_triton,
     linear_log_prob_triton,
     pack_triton,
-    philox_triton,
     sampling_triton,
     store_heads_triton,
 )
@@ -142,7 +140,7 @@ def _decode_attention_variants(chip: Chip) -> list[KernelVariant]:
             KernelVariant(f"{name} combine", decode_attention_triton.combine, pointers, constants, launch.num_warps)
         )
     pointers = dict.fromkeys(("starts", "lengths", "num_rows", "parts", "parts_of"), "*i32")
-    integers = dict.fromkeys(("n", "num_parts", "wanted", "least"), "i32")
+    integers = dict.fromkeys(("n", "num_parts", "num_wanted", "least"), "i32")
     sizes = {"SIZE": 32, "ROWS": 1024}
     found.append(KernelVariant("decode_attention cut", decode_attention_triton.cut_kernel, pointers | integers, sizes))
     return found
@@ -156,12 +154,12 @@ def _exact_product_variants() -> list[KernelVariant]:
         (151936, torch.bfloat16, "fp32"),
         (1536, torch.float32, "fp32"),
     ):
-        sizes, num_warps = exact_product_triton.launch(columns, dtype.itemsize)
+        sizes, num_warps = exact_triton.launch(columns, dtype.itemsize)
         operand = "bf16" if dtype is torch.bfloat16 else "fp32"
         pointers = {"x": f"*{operand}", "weight": f"*{operand}", "y": f"*{out}", "rows": "i32"}
         name = f"exact_product {columns} {operand} to {out}"
         constants = sizes | {"COLUMNS": columns, "TERMS": 1536}
-        found.append(KernelVariant(name, exact_product_triton.multiply, pointers, constants, num_warps))
+        found.append(KernelVariant(name, exact_triton.multiply, pointers, constants, num_warps))
     return found
 
 
@@ -170,13 +168,13 @@ def _exact_attention_variants(chip: Chip) -> list[KernelVariant]:
     found = []
     cases = (2, 6, 128, 10, 2), (8, 4, 128, 16, 2), (8, 4, 64, 16, 2), (1, 8, 256, 8, 2), (2, 6, 128, 2, 4)
     for groups, per_head, width, tokens, itemsize in cases:
-        constants = exact_attention_triton.constants(groups, per_head, width, 32, itemsize, tokens, chip.shared_bytes)
+        constants = exact_triton.constants(groups, per_head, width, 32, itemsize, tokens, chip.shared_bytes)
         operand = "bf16" if itemsize == 2 else "fp32"
         pointers = dict.fromkeys(("queries", "keys", "values", "outputs"), f"*{operand}")
         pointers |= dict.fromkeys(("blocks", "tiles"), "*i32") | {"scale": "fp32"}
         name = f"exact_attention {per_head} of {width} {operand}"
-        options = exact_attention_triton.options(width)
-        found.append(KernelVariant(name, exact_attention_triton.attend, pointers, constants, **options))
+        options = exact_triton.options(width)
+        found.append(KernelVariant(name, exact_triton.attend, pointers, constants, **options))
     return found
 
 
@@ -361,7 +359,7 @@ def _sampling_variants(chip: Chip) -> list[KernelVariant]:
         sizes = {"WIDTH": 151936, "SCALED": True, "CHUNK": sampling_triton.CHUNK}
         found.append(KernelVariant(f"sampling chunks {name}", sampling_triton.reduce_chunks, reduced, sizes))
         sizes = sizes | {"LOW": sampling_triton.LOW_BITS[dtype], "CHUNKS": 64}
-        lists = {"bounds": "*i32", "quotas": "*i32", "kept": "*fp64", "before": "*i32"}
+        lists = {"bounds": "*i32", "quotas": "*i32", "kept_mass": "*fp64", "before": "*i32"}
         bounded = {"logits": f"*{name}", "maxima": "*fp32"} | lists | numbers | {"top_k": "i32"}
         for top_p in (0.95, 1.0):
             filters = {"TOP_K": True, "TOP_P": top_p, "WIDE": sampling_triton.WIDE}
@@ -382,8 +380,8 @@ def _sampling_variants(chip: Chip) -> list[KernelVariant]:
             title = f"sampling draw {name}" + " filtered" * filtered
             found.append(KernelVariant(title, sampling_triton.draw, drawn, sizes | flags, 8))
     pointers = dict.fromkeys(("keys", "positions", "sample_indices", "step"), "*i32") | {"numbers": "*fp64"}
-    sizes = {"BLOCK": philox_triton.BLOCK}
-    found.append(KernelVariant("sampling philox", philox_triton.draw_uniforms, pointers | {"n": "i32"}, sizes))
+    sizes = {"BLOCK": sampling_triton.NUMBERS}
+    found.append(KernelVariant("sampling philox", sampling_triton.draw_uniforms, pointers | {"n": "i32"}, sizes))
     return found
 
 

@@ -80,9 +80,9 @@ class HashedFile:
         try:
             if kind is None and self._error is None:
                 os.fsync(self._file.fileno())  # quotas may be reported only here
-                found = os.fstat(self._file.fileno()).st_size
-                if found != self.size:
-                    raise OSError(errno.EIO, f"{found} bytes on disk, but {self.size} were written")
+                actual = os.fstat(self._file.fileno()).st_size
+                if actual != self.size:
+                    raise OSError(errno.EIO, f"{actual} bytes on disk, but {self.size} were written")
             self._file.close()
         except OSError as error:
             self._error = self._error or error
@@ -163,10 +163,10 @@ def _size_problem(root: Path, name: str, size: int, with_links: bool) -> str | N
         places = [place for place in (path, *path.parents) if place != root and place.is_relative_to(root)]
         if not with_links and any(place.is_symlink() for place in places):
             return f"{name} is or lies behind a link, which checkpoints do not contain"
-        found = path.stat().st_size
+        actual = path.stat().st_size
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    return None if found == size else f"{name} has {found} bytes, expected {size}"
+    return None if actual == size else f"{name} has {actual} bytes, expected {size}"
 
 
 def _content_problem(root: Path, entry: tuple[str, int, str]) -> str | None:
@@ -269,9 +269,9 @@ def _write_scratch(
     path = Path(expanded(scratch)) / f"{stem}{secrets.token_hex(8)}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.iterdir():
-            if left.name.startswith(stem) and left.lstat().st_uid == os.geteuid():
-                left.unlink(missing_ok=True)
+        for leftover in path.parent.iterdir():
+            if leftover.name.startswith(stem) and leftover.lstat().st_uid == os.geteuid():
+                leftover.unlink(missing_ok=True)
         with HashedFile(path, mode=0o600, on_progress=on_progress) as scratch_file:  # the folder may be shared
             write(scratch_file)
         return scratch_file

@@ -99,8 +99,9 @@ class CheckpointStore:
     ) -> Path:
         """Commit the checkpoint of `step`, after all ranks have written and fsynced their files.
 
-        written: those files, which are not read again. metric: value of the retention's metric at this step. A kill at
-        any point leaves this checkpoint or the previous one complete. Raises OSError if it failed; then call `discard`.
+        written: the files of all ranks, which are not read again. metric: value of the retention's metric at this step.
+        A kill at any point leaves this checkpoint or the previous one complete. Raises OSError if it failed; then call
+        `discard`.
         """
         pending, final, replaced = self.pending(step), self.folder(step), self.root / f"step_{step:08d}.replaced"
         best = {"best_metric": {"name": self._retention.metric, "value": metric}} if self._retention.metric else {}
@@ -142,17 +143,17 @@ class CheckpointStore:
         Each damaged one that is skipped is reported in one line, with the damaged file and the checkpoint used instead.
         """
         damaged: list[str] = []
-        found = None
+        newest = None
         for step, folder in _candidates(self.root):
             try:
-                found = step, folder, read_trainer_state(folder)
+                newest = step, folder, read_trainer_state(folder)
                 break
             except InputError as error:
                 damaged.append(str(error))
-        instead = f"using {found[1].name} instead" if found else "no other checkpoint is complete"
+        instead = f"using {newest[1].name} instead" if newest else "no other checkpoint is complete"
         for line in damaged:
             report(f"{line}; {instead}")
-        return found
+        return newest
 
     def _write_latest(self, name: str) -> None:
         temporary = self.root / f"{LATEST}.tmp"
@@ -168,9 +169,9 @@ class CheckpointStore:
                 _remove(replaced)
         for leftover in self.root.glob("step_*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        kept = [(step, folder) for step, folder in _candidates(self.root) if step <= newest]
-        steps_to_drop = self._retention.steps_to_drop({step: self._metric_of(folder) for step, folder in kept})
-        for folder in (folder for step, folder in kept if step in steps_to_drop):
+        complete = [(step, folder) for step, folder in _candidates(self.root) if step <= newest]
+        steps_to_drop = self._retention.steps_to_drop({step: self._metric_of(folder) for step, folder in complete})
+        for folder in (folder for step, folder in complete if step in steps_to_drop):
             if not self._has_removed:
                 self._has_removed = True
                 log.info(
@@ -203,8 +204,8 @@ def read_trainer_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE} is not a JSON object")
     for name in STATE_TYPES.keys() & state.keys():
         if not isinstance(state[name], STATE_TYPES[name]):
-            found = type(state[name]).__name__
-            raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE}: {name} is a {found}")
+            kind = type(state[name]).__name__
+            raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE}: {name} is a {kind}")
     return state
 
 
@@ -223,12 +224,12 @@ def load_path(path: str | os.PathLike[str], report: Callable[[str], None]) -> Pa
         read_trainer_state(start)
         return start
     root = start / "checkpoints" if (start / "checkpoints").is_dir() else start
-    found = CheckpointStore(root).newest_valid(report)
-    if found is None:
+    newest = CheckpointStore(root).newest_valid(report)
+    if newest is None:
         raise InputError(
             f"no complete checkpoint at {path}; expected a run directory, its checkpoints folder or one step folder"
         )
-    return found[1]
+    return newest[1]
 
 
 def is_hugging_face(folder: Path) -> bool:

@@ -279,20 +279,20 @@ def make_transports(
     nearby = {rank: number for number, rank in enumerate(near)}
     far = {rank: number for number, rank in enumerate(ranks) if rank not in nearby}
     near_sends, near_receives, far_sends, far_receives = (
-        {place[rank]: some for rank, some in moves.items() if rank in place}
+        {place[rank]: move for rank, move in moves.items() if rank in place}
         for place in (nearby, far)
         for moves in (sends, receives)
     )
     has_far = bool(far_sends or far_receives)
     share = max_bytes // 2 if has_far and near_sends else max_bytes
     limit = _message_bytes(comm, share, len(far_sends) + len(far_receives), dtype)
-    made: list[Transport] = []
+    transports: list[Transport] = []
     if near:
         largest = min(share, room, LARGEST_WINDOW)
-        made.append(WindowTransport(node, near_sends, near_receives, dtype, largest))
+        transports.append(WindowTransport(node, near_sends, near_receives, dtype, largest))
     if has_far:
-        made.append(MessageTransport(comm, far_sends, far_receives, dtype, limit))
-    return made
+        transports.append(MessageTransport(comm, far_sends, far_receives, dtype, limit))
+    return transports
 
 
 def _message_bytes(comm: MPI.Intracomm, max_bytes: int, num_buffers: int, dtype: torch.dtype) -> int:

@@ -108,16 +108,16 @@ class Verifier:
         """uint64 (totals,)."""
         sums: dict[torch.device, Tensor] = {}
         for part in regions:
-            tensor, (_, (left, _), *_) = weights[part.tensor], part.box
+            tensor, (_, (first_col, _), *_) = weights[part.tensor], part.box
             if tensor.device not in sums:
                 sums[tensor.device] = torch.zeros(self._num_totals, dtype=torch.int64, device=tensor.device)
             total = sums[tensor.device][part.total]
-            for top, values, dtype in self._values(part, tensor):
-                add_checksum(total, values, top, left, dtype, self._scratch_bytes)
-        found = torch.zeros(self._num_totals, dtype=torch.int64)
+            for first_row, values, dtype in self._values(part, tensor):
+                add_checksum(total, values, first_row, first_col, dtype, self._scratch_bytes)
+        totals = torch.zeros(self._num_totals, dtype=torch.int64)
         for of_device in sums.values():
-            found += of_device.cpu()
-        return found.numpy().view(np.uint64)
+            totals += of_device.cpu()
+        return totals.numpy().view(np.uint64)
 
     def _values(self, part: _Region, weight: Tensor | Fp8Matrix) -> Iterator[tuple[int, Tensor, torch.dtype]]:
         """Yield values (rows, cols) of a region, the global number of their first row, and the dtype to round them to;

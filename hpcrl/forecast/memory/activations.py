@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hpcrl.config.schema import MoeConfig, RecomputeConfig
 from hpcrl.forecast.memory.generation import PicturePass
 from hpcrl.forecast.memory.state import RoleModel
-from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
+from hpcrl.kernels import HEAD_CHUNK_BYTES, HEAD_CHUNKS
 from hpcrl.model.blocks.block import Layer
 from hpcrl.model.blocks.micro_batch import FP32, INT16, INT64, MicroBatch
 from hpcrl.model.params import stage_layers

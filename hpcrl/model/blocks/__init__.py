@@ -1,2 +1,2 @@
 """What layers are made of: attention, mixtures of experts, norms and linear layers, rotary embedding. A new block is a
-file here."""
+file here. No names of Hugging Face's files (`hpcrl.model.families`), no whole model."""

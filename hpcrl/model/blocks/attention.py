@@ -1,28 +1,58 @@
-"""Attention over heads, and grouped-query attention. No torch; modules are in `attention_modules`."""
+"""Attention over heads, grouped-query attention, and what their rotary embedding is. No torch; modules are in
+`attention_modules`, angles in `rope_angles`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from hpcrl.model.blocks.block import Block, CachedHeads, Feature, Projection, Weight
 from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, MicroBatch
 from hpcrl.model.blocks.norms import norm_module, norm_weight
-from hpcrl.model.blocks.rope import Rope
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from torch import Tensor
 
     from hpcrl.model.blocks.attention_modules import AttentionStep, Linear
-    from hpcrl.model.tensor_parallel import TensorParallel
+    from hpcrl.model.exact import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
 ATTENTION = Launches(68, 172, 47, 10)  # with the norms and sums of the layer
 HEAD_NORM = Launches(10, 56, 8, 1)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How a rotary embedding is extended beyond the sequence length of the first training; names are those of
+    config.json, formulas are in `hpcrl.model.blocks.rope_angles`."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position_embeddings: int = 0  # of "llama3" and "yarn"
+    low_freq_factor: float = 1.0  # of "llama3"
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # of "yarn"
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # of the embedding
+    mscale_all_dim: float = 0.0  # of DeepSeek's "yarn": sharpens the softmax, see ModelShape.softmax_scale
+    truncate: bool = field(default=True, repr=False)  # of "yarn": whether the bounds of its ramp are whole dimensions
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of a layer's queries and keys: of the first `dim` numbers of a head, with the base `theta`.
+
+    With `axes` a token of a picture has several positions, and frequency i turns with that of axis `axes[i]`.
+    """
+
+    dim: int
+    theta: float
+    scaling: RopeScaling | None = None
+    axes: tuple[int, ...] | None = None
 
 
 class Heads(NamedTuple):
@@ -75,8 +105,8 @@ class HeadsBlock(Block):
         (query, key), queries = self._widths(tp), heads.queries // tp
         # Values are padded until the output is packed.
         total = batch.tokens * ((2 * query + 2 * key + queries * heads.value_dim) * itemsize + queries * FP32)
-        for wanted, seen in tails(batch):
-            total += seen * (2 * key + (0 if batch.on_gpu else wanted)) * itemsize  # the CPU has a mask
+        for queried, seen in tails(batch):
+            total += seen * (2 * key + (0 if batch.on_gpu else queried)) * itemsize  # the CPU has a mask
         if heads.has_norm:
             # The inputs are parts of the projection's output, which stays whole, and a copy of queries that lie apart.
             copies = batch.norm_copies * (query + key) * FP32
@@ -104,21 +134,21 @@ class HeadsBlock(Block):
         if heads.value_dim < heads.key_dim:
             inside += tokens * heads.queries // layout.tp * heads.value_dim  # the packed output
         if layout.cp > 1:
-            wanted, seen = max(tails(batch), default=(0, 0))
+            queried, seen = max(tails(batch), default=(0, 0))
             inside += 2 * key * ((layout.cp + 2) * tokens + seen) + tokens * query
-            inside += (tokens * (query + key) if heads.has_norm else 0) + (0 if batch.on_gpu else wanted * seen)
+            inside += (tokens * (query + key) if heads.has_norm else 0) + (0 if batch.on_gpu else queried * seen)
         gathered = batch.gathered(self.hidden_size) if batch.lora is not None else 0
         return tokens * self.projected(layout.tp) * batch.itemsize + max(norm, inside * batch.itemsize) + gathered
 
     def computation(self, batch: MicroBatch) -> Computation:
         """Return the computation. The rotary embedding is elementwise. Context-parallel ranks gather keys and values,
         and their gradients are scattered."""
-        heads, layout, found = self.heads, batch.layout, super().computation(batch)
+        heads, layout, linear = self.heads, batch.layout, super().computation(batch)
         width, rotated = heads.key_dim + heads.value_dim, (heads.queries + heads.groups) * heads.key_dim
         of_pair = heads.queries / layout.tp * width
         gathered = batch.tokens * layout.cp * (heads.groups / layout.tp * width)
         keys = Collective("all_gather", gathered * batch.itemsize, ("cp",))
-        return found._replace(
+        return linear._replace(
             elementwise=2 * (rotated / layout.tp) + 3 * heads.has_gate * heads.queries * heads.value_dim / layout.tp,
             pair_width=of_pair,
             sees=self.sees,
@@ -251,7 +281,7 @@ class Attention(HeadsBlock):
         if self.has_gate:
             spec.submodules.self_attention.module = GatedAttention
         if self.qk_norm == "all":
-            shared = {"group": groups.pgc.tp, "zero_centered": self.zero_centered}
+            shared = {"tp_group": groups.pgc.tp, "zero_centered": self.zero_centered}
             attention.q_layernorm, attention.k_layernorm = (
                 type("HeadsNorm", (SplitRMSNorm,), {**shared, "width": number * self.head_dim})
                 for number in (self.num_heads, self.num_groups)

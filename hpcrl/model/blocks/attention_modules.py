@@ -17,8 +17,8 @@ from hpcrl.kernels.chips import chip_of
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.kernels.packed_attention import add_sinks, by_library, causal_attention, is_fused, window_mask
 from hpcrl.kernels.store_heads import HeadWeights
-from hpcrl.model.blocks.layers import norm_factor, plus, sharded_state, split_rms_norm
-from hpcrl.model.blocks.rope import Rope
+from hpcrl.model.blocks.attention import Rope
+from hpcrl.model.blocks.layers import SplitModule, norm_factor, plus, split_rms_norm
 from hpcrl.model.exact import exact_attention, has_attention_kernel, packed_attention, with_gradient_of
 from hpcrl.model.gpt import PackedTokens, Tail
 
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from hpcrl.model.blocks.attention import Attention
-    from hpcrl.model.tensor_parallel import TensorParallel
+    from hpcrl.model.exact import TensorParallel
 
 Linear = Callable[[Tensor, Tensor], Tensor]
 
 
-class PackedAttention(torch.nn.Module):
+class PackedAttention(SplitModule):
     """Megatron's core attention: rotary embedding, then attention inside each packed sequence.
 
     On a GPU a library processes the packed tokens directly if it supports them. Else they are gathered into (N, heads,
     L, head_dim) arrays, padded at the end; no mask is needed, because no token attends to later tokens. With context
     parallelism keys and values are gathered from the ranks of the group, and their gradients are sent back.
     """
+
+    split_axes = {"softmax_offset": 0}
 
     def __init__(
         self,
@@ -126,12 +128,6 @@ class PackedAttention(torch.nn.Module):
         gqa = query.size(1) != key.size(1)
         options = self.softmax_scale, self.window, self.softmax_offset
         return causal_attention(query, key, value, *options, enable_gqa=gqa)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Same as in megatron's linear layers."""
-        return sharded_state(self, {"softmax_offset": 0}, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 class ExactPackedAttention(PackedAttention):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
-from hpcrl.model.blocks.micro_batch import Computation, Held, Matrix, MicroBatch, Products
+from hpcrl.model.blocks.micro_batch import Computation, Held, Launches, Matrix, MicroBatch, Products
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.norms import Norms
+    from hpcrl.model.exact import TensorParallel
     from hpcrl.model.shape import Lora
-    from hpcrl.model.tensor_parallel import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
     from hpcrl.runtime.layout import Layout
 
@@ -34,6 +34,8 @@ Cut = Literal["whole", "rows", "cols", "gated"]
 # exact: see hpcrl.model.exact. context_parallel: ranks may divide the tokens of sequences. planned_cp: `hpcrl plan`
 # counts its memory then.
 Feature = Literal["exact", "adapters", "transformer_engine", "fp8", "context_parallel", "planned_cp"]
+
+NORM_AND_SUM = Launches(5, 36, 4, 2)  # of a layer
 
 
 class Projection(NamedTuple):
@@ -271,7 +273,7 @@ def low_rank_bytes(weights: Iterable[Weight], batch: MicroBatch, ranks: int, tok
 
 @dataclass(frozen=True)
 class Layer:
-    """attention: what mixes tokens. mlp: what maps each token. One may be `hpcrl.model.blocks.absent.Absent`."""
+    """attention: what mixes tokens. mlp: what maps each token. One may be `Absent`."""
 
     attention: Block
     mlp: Block
@@ -341,6 +343,48 @@ class Layer:
         hidden, (attention, mlp) = self.attention.hidden_size, (block.held(batch) for block in self.blocks)
         freed = mlp.kept + self.norms.kept(batch, hidden, ("mlp",))
         return 2 * batch.hidden(hidden) + max(mlp.backward, attention.backward - freed)
+
+
+@dataclass(frozen=True)
+class Absent(Block):
+    """No attention, or no MLP: the layer's other half follows."""
+
+    half: Half
+
+    title: ClassVar[str] = "half a layer"
+
+    @property
+    def supports(self) -> frozenset[Feature]:
+        return frozenset(get_args(Feature))
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+    def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
+        from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+        module, total = ("self_attention", "self_attn_bda") if self.half == "attention" else ("mlp", "mlp_bda")
+        setattr(spec.submodules, module, IdentityOp)
+        setattr(spec.submodules, total, IdentityFuncOp)
+
+    def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> None:
+        return None
+
+    def held(self, batch: MicroBatch) -> Held:
+        return Held(0, 0)
+
+    def computation(self, batch: MicroBatch) -> Computation:
+        """Return the norm and the sum of the other half, which blocks of attention count for both."""
+        sign = 1 if self.half == "attention" else -1
+        return Computation((), reductions=0, launches=((NORM_AND_SUM, sign),))
+
+
+def half_layer(block: Block, half: Half, norms: Norms) -> Layer:
+    """Return a layer that has a block for one of its halves only, with the norms of this half."""
+    norms = replace(norms, halves=(half,))
+    if half == "attention":
+        return Layer(block, Absent(block.hidden_size, "mlp"), norms)
+    return Layer(Absent(block.hidden_size, "attention"), block, norms)
 
 
 def blocks_of(layers: Iterable[Layer]) -> Counter[Block]:

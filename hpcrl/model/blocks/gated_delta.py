@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from hpcrl.kernels.budget import DELTA_CHUNK, chunk_width
+from hpcrl.kernels import DELTA_CHUNK, chunk_width
 from hpcrl.model.blocks.block import Block, CachedState, Feature, Projection, Weight
 from hpcrl.model.blocks.micro_batch import FP32, Collective, Computation, Held, Launches, Matrix, MicroBatch, Products
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.recurrent_modules import RecurrentStep
-    from hpcrl.model.tensor_parallel import TensorParallel
+    from hpcrl.model.exact import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -94,36 +94,38 @@ class GatedDelta(Block):
         norm = batch.norm(heads, self.head_v_dim)
         gate = values * (2 * FP32 + itemsize)  # its input, activation and product
         apart = values * itemsize if self.values_per_key > 1 else 0
-        kept = batch.tokens * (2 * channels * itemsize + apart + 4 * heads * FP32 + norm + gate)
+        saved = batch.tokens * (2 * channels * itemsize + apart + 4 * heads * FP32 + norm + gate)
         # The rule in torch, for each value head: products of the tokens of a chunk, vectors, and states between chunks.
         key, value, chunk = self.head_k_dim, self.head_v_dim, chunk_width(batch.longest or DELTA_CHUNK, DELTA_CHUNK)
         inside = 3 * chunk + 3 * key + 6 * value + key * value // chunk
         again = 7 * (chunk + key + value) + 2 * key * value // chunk
         outside = (2 * channels + values) * itemsize + apart
         peak = batch.tokens * (heads * inside * FP32 + outside)
-        return Held(kept, peak, backward=batch.tokens * heads * again * FP32)
+        return Held(saved, peak, backward=batch.tokens * heads * again * FP32)
 
     def computation(self, batch: MicroBatch) -> Computation:
         """Return the computation. Products of the rule are those with the state, with the tokens of a chunk, and with
         the inverse of a chunk."""
-        tp, found = batch.layout.tp, super().computation(batch)
+        tp, linear = batch.layout.tp, super().computation(batch)
         key, value = self.head_k_dim, self.head_v_dim
         of_head = (Matrix(key, value),) * 3 + (Matrix(key, DELTA_CHUNK), Matrix(DELTA_CHUNK, value)) * 2
         rule = Products(batch.tokens * self.num_v_heads / tp, of_head)
         steps = -(-batch.longest // DELTA_CHUNK)
         # Its input is gathered, and the gradient of it scattered, once for each of the two products.
         gathered = Collective("all_gather", batch.gathered(self.hidden_size), ("tp",), times=3)
-        return found._replace(
-            products=(*found.products, rule),
+        return linear._replace(
+            products=(*linear.products, rule),
             elementwise=(8 * self.channels + 6 * self.value_dim) / tp,
             exchanges=(gathered,) if batch.shares_tokens else (),
             launches=((GATED_DELTA, 1), (CHUNK_STEP, steps)),
         )
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
-        from hpcrl.model.blocks.gated_delta_modules import gated_delta_net
+        from megatron.core.transformer.spec_utils import ModuleSpec
 
-        spec.submodules.self_attention = gated_delta_net(self)
+        from hpcrl.model.blocks.gated_delta_modules import GatedDeltaNet
+
+        spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"block": self})
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> RecurrentStep:
         from hpcrl.model.blocks.gated_delta_modules import rollout_step

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
@@ -89,11 +88,6 @@ class GatedDeltaNet(RecurrentNet):
     def mix(self) -> Mix:
         weights = MixingWeights(self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
         return partial(mix, self._block, weights, self.norm.eps)
-
-
-def gated_delta_net(block: GatedDelta) -> ModuleSpec:
-    """Return the spec of `self_attention` in megatron's local layer."""
-    return ModuleSpec(module=GatedDeltaNet, params={"block": block})
 
 
 def rollout_step(block: GatedDelta, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> RecurrentStep:

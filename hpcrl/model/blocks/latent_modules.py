@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.model.blocks.attention_modules import CachedAttention, Linear, PackedAttention, Rotation
-from hpcrl.model.blocks.layers import LATENT_NORM_EPS, RMSNorm
+from hpcrl.model.blocks.layers import LATENT_NORM_EPS, RMSNorm, mark
 from hpcrl.model.blocks.rope_angles import deinterleave
 from hpcrl.model.gpt import PackedTokens
 
@@ -121,7 +121,7 @@ class ToLatent(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
         # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight)

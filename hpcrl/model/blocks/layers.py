@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from hpcrl.model.blocks.feed_forward import Activation as ActivationName
 
 
+def mark(parameter: Tensor, **marks: bool) -> None:
+    """Set attributes of a parameter that megatron reads."""
+    for name, value in marks.items():
+        setattr(parameter, name, value)
+
+
 LATENT_NORM_EPS = 1e-6  # of latents, in all models, independent of the other norms' eps
 
 
@@ -48,7 +54,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, norm_factor(self.weight, self.zero_centered), self.eps)
@@ -58,50 +64,48 @@ class ZeroCenteredRMSNorm(RMSNorm):
     zero_centered = True
 
 
-class SplitRMSNorm(torch.nn.Module):
-    """RMSNorm of all heads together, `width` numbers of a token, which the ranks of `group` divide; subclasses have
-    these."""
+class SplitModule(torch.nn.Module):
+    """A module whose parameters the ranks of `tp_group` split along `split_axes`, by name; the others are whole."""
+
+    tp_group: ProcessGroup | None
+    split_axes: Mapping[str, int] = {}
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the parameters for a checkpoint, as megatron's linear layers do."""
+        assert metadata is not None
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        state = self.state_dict(keep_vars=True)
+        if not state:
+            return {}
+        return make_sharded_tensors_for_checkpoint(state, prefix, self.split_axes, sharded_offsets, **groups)
+
+
+class SplitRMSNorm(SplitModule):
+    """RMSNorm of all heads together, `width` numbers of a token, which the ranks of `tp_group` divide; subclasses
+    have these."""
 
     width: int
-    group: ProcessGroup
+    tp_group: ProcessGroup
+    split_axes = {"weight": 0}
     zero_centered = False
 
     def __init__(self, config: TransformerConfig, eps: float, **_: object) -> None:
         super().__init__()
         self._eps = eps
-        self.weight = torch.nn.Parameter(torch.empty(self.width // self.group.size(), dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(torch.empty(self.width // self.tp_group.size(), dtype=config.params_dtype))
 
     def forward(self, heads: Tensor) -> Tensor:
         """(..., heads of this rank, head_dim) -> the same shape."""
 
         def total(squares: Tensor) -> Tensor:
             # Each rank's output depends on all squares, so their gradient is a sum over ranks, too.
-            summed = reduce_from_tensor_model_parallel_region(squares, group=self.group)
-            return copy_to_tensor_model_parallel_region(summed, group=self.group)
+            summed = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+            return copy_to_tensor_model_parallel_region(summed, group=self.tp_group)
 
         weight = norm_factor(self.weight, self.zero_centered)
         return split_rms_norm(heads.flatten(-2), weight, self._eps, self.width, total).view(heads.shape)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Same as in megatron's linear layers."""
-        return sharded_state(self, {"weight": 0}, self.group, prefix, sharded_offsets, metadata)
-
-
-def sharded_state(
-    module: torch.nn.Module,
-    axes: dict[str, int],
-    group: ProcessGroup,
-    prefix: str,
-    sharded_offsets: tuple[Any, ...],
-    metadata: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Return a module's parameters for a checkpoint. axes: those along which the ranks of `group` split them."""
-    assert metadata is not None
-    groups = {"tp_group": group, "dp_cp_group": metadata["dp_cp_group"]}
-    state = module.state_dict(keep_vars=True)
-    return make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets, **groups) if state else {}
 
 
 def split_rms_norm(x: Tensor, weight: Tensor, eps: float, width: int, total: Callable[[Tensor], Tensor]) -> Tensor:
@@ -217,12 +221,12 @@ class _XIELU(torch.autograd.Function):
         return of_x, (squares * p.float().sigmoid()).to(p.dtype), (others * n.float().sigmoid()).to(n.dtype)
 
 
-class Activation(torch.nn.Module):
-    """The activation of an MLP. Subclasses have a name, its constants, and the tensor-parallel ranks `group`."""
+class Activation(SplitModule):
+    """The activation of an MLP. Subclasses have a name, its constants, and the tensor-parallel ranks `tp_group`."""
 
     name: ActivationName
     is_gated: bool
-    group: ProcessGroup
+    tp_group: ProcessGroup
     constants: tuple[float, ...] = ()
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -232,14 +236,8 @@ class Activation(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Each rank has the gradient of its columns.
-        numbers = [copy_to_tensor_model_parallel_region(number, group=self.group) for number in self.parameters()]
+        numbers = [copy_to_tensor_model_parallel_region(number, group=self.tp_group) for number in self.parameters()]
         return activate(x, self.name, self.is_gated, *self.constants, *numbers)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Megatron's MLP calls it on each of its modules."""
-        return sharded_state(self, {}, self.group, prefix, sharded_offsets, metadata)
 
 
 class FeedForwardStep:
@@ -253,18 +251,13 @@ class FeedForwardStep:
         fc1: Tensor,
         fc2: Tensor,
         linear: Callable[[Tensor, Tensor], Tensor],
-        activate: Callable[[Tensor], Tensor] = swiglu,
-        fc1_bias: Tensor | None = None,
-        fc2_bias: Tensor | None = None,
+        activate: Callable[[Tensor], Tensor],
     ) -> None:
-        """fc2_bias: None on all ranks but one, whose parts of the output are summed."""
         self._fc1, self._fc2, self._linear, self._activate = fc1, fc2, linear, activate
-        self._biases = fc1_bias, fc2_bias
 
     def __call__(self, x: Tensor, chosen: list[Tensor] | None = None) -> Tensor:
         """Map x (n, hidden) to this rank's part of the output (n, hidden)."""
-        inner = plus(self._linear(x, self._fc1), self._biases[0])
-        return plus(self._linear(self._activate(inner), self._fc2), self._biases[1])
+        return self._linear(self._activate(self._linear(x, self._fc1)), self._fc2)
 
 
 def plus(product: Tensor, bias: Tensor | None) -> Tensor:
@@ -275,7 +268,7 @@ def use_activation(
     spec: ModuleSpec, name: ActivationName, is_gated: bool, group: ProcessGroup, constants: tuple[float, ...] = ()
 ) -> None:
     """Set the activation in all networks of a layer's MLP, in place. group: the tensor-parallel ranks."""
-    options = {"name": name, "is_gated": is_gated, "group": group, "constants": constants}
+    options = {"name": name, "is_gated": is_gated, "tp_group": group, "constants": constants}
     for mlp in mlp_submodules(spec):
         mlp.activation_func = type(name, (Activation,), options)
 
@@ -299,7 +292,7 @@ class BiasedExpertOutput(BiasedRowParallel):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.bias.sequence_parallel = False
+        mark(self.bias, sequence_parallel=False)
 
 
 def use_exact_linear(model: torch.nn.Module) -> None:
@@ -311,8 +304,8 @@ def use_exact_linear(model: torch.nn.Module) -> None:
             module._forward_impl = partial(_column_product, module, dtype)
         elif isinstance(module, RowParallelLinear):
             module.forward = partial(_row_parallel, module)
-        if getattr(module, "gradient_accumulation_fusion", False) and module.weight is not None:
-            module.weight.sums_in_fp32 = True  # type: ignore[union-attr]
+        if getattr(module, "gradient_accumulation_fusion", False) and isinstance(module.weight, Tensor):
+            mark(module.weight, sums_in_fp32=True)
 
 
 def _column_product(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from hpcrl.kernels.budget import CHUNK, chunk_width
+from hpcrl.kernels import CHUNK, chunk_width
 from hpcrl.model.blocks.block import Block, CachedState, Feature, Projection, Weight
 from hpcrl.model.blocks.micro_batch import FP32, Computation, Held, Launches, Matrix, MicroBatch, Products
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.recurrent_modules import RecurrentStep
-    from hpcrl.model.tensor_parallel import TensorParallel
+    from hpcrl.model.exact import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -97,10 +97,10 @@ class Mamba(Block):
         """
         tp, itemsize = batch.layout.tp, batch.itemsize
         channels, inner, heads, groups = (
-            each // tp for each in (self.channels, self.inner_dim, self.num_heads, self.num_groups)
+            size // tp for size in (self.channels, self.inner_dim, self.num_heads, self.num_groups)
         )
         apart = inner if groups > 1 else 0
-        kept = batch.tokens * ((2 * channels + apart + 3 * inner) * itemsize + 3 * heads * FP32)
+        saved = batch.tokens * ((2 * channels + apart + 3 * inner) * itemsize + 3 * heads * FP32)
         # The recurrence in torch: products of the tokens of a chunk for each head, vectors, and states between chunks;
         # in 16 bits copies of x, B and C.
         chunk, keys = chunk_width(batch.longest or CHUNK, CHUNK), groups * self.state_dim
@@ -111,7 +111,7 @@ class Mamba(Block):
         outside = (2 * channels + inner + heads + apart) * itemsize
         peak = batch.tokens * (inside * FP32 + outside)
         again *= batch.tokens * FP32
-        return Held(kept, peak, backward=again)
+        return Held(saved, peak, backward=again)
 
     def computation(self, batch: MicroBatch) -> Computation:
         """Return the computation. Products of the recurrence are those with the state, and with the tokens of a
@@ -127,9 +127,11 @@ class Mamba(Block):
         )
 
     def use(self, spec: ModuleSpec, groups: RoleGroups, *, exact: bool) -> None:
-        from hpcrl.model.blocks.mamba_modules import mamba
+        from megatron.core.transformer.spec_utils import ModuleSpec
 
-        spec.submodules.self_attention = mamba(self)
+        from hpcrl.model.blocks.mamba_modules import MambaMixer
+
+        spec.submodules.self_attention = ModuleSpec(module=MambaMixer, params={"block": self})
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> RecurrentStep:
         from hpcrl.model.blocks.mamba_modules import rollout_step

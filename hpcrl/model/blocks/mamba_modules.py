@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 from torch.utils.checkpoint import checkpoint
@@ -69,7 +68,7 @@ def mix(
 
 def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return RMSNorm over the last dimension of x silu(gate), in fp32: (T, groups, width) -> (T, groups x width).
-    weight: of all groups."""
+    weight: (groups x width,)."""
     gated = x.float() * silu(gate.float())
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return (normed.flatten(1) * weight).to(gate.dtype)
@@ -107,11 +106,6 @@ class MambaMixer(RecurrentNet):
         of_heads = self.A_log, self.D, self.dt_bias, self.norm.weight
         weights = MixingWeights(self.conv1d.weight, self.conv1d.bias, *of_heads)
         return partial(mix, self._block, weights, self.config.layernorm_epsilon)
-
-
-def mamba(block: Mamba) -> ModuleSpec:
-    """Return the spec of `self_attention` in megatron's local layer."""
-    return ModuleSpec(module=MambaMixer, params={"block": block})
 
 
 def rollout_step(block: Mamba, weight: Callable[[str], Tensor], linear: Linear, eps: float) -> RecurrentStep:

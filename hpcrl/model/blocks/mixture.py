@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.mixture_modules import MixtureStep
-    from hpcrl.model.tensor_parallel import TensorParallel
+    from hpcrl.model.exact import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 
@@ -179,17 +179,17 @@ class MixtureOfExperts(Block):
         # Ids and weights of the chosen experts; expert, token, places and weight of each row.
         routing = batch.local * self.topk * (5 * INT64 + 2 * FP32)
         received = copies * (4 * INT64 + 3 * FP32) + rows if layout.ep * layout.etp > 1 else 0
-        kept = routing + received + inner + self._scores(batch)
+        saved = routing + received + inner + self._scores(batch)
         if self.has_bias:  # which expert a row has: a bool, twice a number, and that times the row's weight
-            kept += copies * self.num_experts // layout.ep * (1 + 3 * itemsize)
+            saved += copies * self.num_experts // layout.ep * (1 + 3 * itemsize)
         shared = activation_width(self.shared_ffn_hidden_size, "silu", self.is_gated)
-        kept += batch.tokens * shared // layout.tp * itemsize
+        saved += batch.tokens * shared // layout.tp * itemsize
 
         peak = routing + received + inner + self._beside(batch, inner, rows)
         peak += hidden if self.shared_ffn_hidden_size else 0
         if layout.etp > 1:  # before the ranks that divide experts gather them
             peak += rows // layout.etp
-        return Held(kept, peak, backward=self._backward(batch, inner, rows))
+        return Held(saved, peak, backward=self._backward(batch, inner, rows))
 
     def _columns(self, batch: MicroBatch) -> int:
         """Return the bytes of the activation of a rank's experts."""
@@ -251,16 +251,16 @@ class MixtureOfExperts(Block):
     def computation(self, batch: MicroBatch) -> Computation:
         """Return the computation of the router and the shared experts, and the grouped products of the experts that
         tokens are sent to. Where each rank sends its own tokens, only shared experts need a sum of hidden states."""
-        layout, found, each = batch.layout, super().computation(batch), self.num_experts // batch.layout.ep
+        layout, linear, local = batch.layout, super().computation(batch), self.num_experts // batch.layout.ep
         rows = batch.tokens * self.topk * layout.etp / layout.tp
         tokens = batch.tokens * layout.etp * layout.ep / layout.tp  # of the group
-        used = max(1.0, each * (1.0 - (1.0 - self.topk / self.num_experts) ** tokens))
+        used = max(1.0, local * (1.0 - (1.0 - self.topk / self.num_experts) ** tokens))
         moved = 4.0 * (rows / layout.etp * self.hidden_size * batch.itemsize)  # sorted by expert, and back
         experts = matrices(self.parts(layout), are_experts=True)
         exchanges = self._exchanges(batch) if layout.tp == 1 or batch.shares_tokens else ()
-        with_tokens = 0 if batch.on_gpu else min(each, batch.tokens * self.topk)
-        return found._replace(
-            products=(*found.products, Products(rows, experts, used, self._uneven(batch, rows), moved)),
+        with_tokens = 0 if batch.on_gpu else min(local, batch.tokens * self.topk)
+        return linear._replace(
+            products=(*linear.products, Products(rows, experts, used, self._uneven(batch, rows), moved)),
             elementwise=3 * ((self.inner_width + self.shared_ffn_hidden_size) / layout.tp),
             reductions=0 if batch.shares_tokens and not self.shared_ffn_hidden_size else 1,
             exchanges=tuple(exchanges),
@@ -268,8 +268,8 @@ class MixtureOfExperts(Block):
         )
 
     def _uneven(self, batch: MicroBatch, rows: float) -> float:
-        """Return the rows of the expert-parallel rank with most, as a multiple of the mean: as many as chance gives it,
-        times those of the experts that routers prefer."""
+        """Return the rows of the expert-parallel rank that has the most, as a multiple of the mean: by chance, times
+        the preference of routers for some experts."""
         ep = batch.layout.ep
         preferred = fullest_rank(ep, self.num_experts, batch.load_imbalance)
         return min(float(ep), most_of(ep, rows * ep) * preferred)
@@ -292,8 +292,8 @@ class MixtureOfExperts(Block):
 
 
 def fullest_rank(ranks: int, num_experts: int, imbalance: float) -> float:
-    """Return the tokens of the expert-parallel rank with most, as a multiple of the mean. imbalance: of the expert with
-    most.
+    """Return the tokens of the expert-parallel rank that has the most, as a multiple of the mean. imbalance: the same
+    of the expert that has the most.
 
     Experts' loads are taken to be independent and normal, so that the largest of n is m(n) standard deviations above
     the mean, with m(n) the normal quantile at (n - 3/8) / (n + 1/4) (Blom 1958). The mean of a rank's k experts has a

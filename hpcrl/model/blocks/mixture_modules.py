@@ -20,15 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from hpcrl.kernels.grouped_experts import (
-    TOKENS,
-    Biases,
-    ExpertWeights,
-    Operand,
-    Order,
-    grouped_linear,
-    place_in_stack,
-)
+from hpcrl.kernels.grouped_experts import TOKENS, Biases, ExpertWeights, Operand, Order, grouped_linear, place_in_stack
 from hpcrl.model.blocks.layers import BiasedColumnParallel, BiasedExpertOutput, FeedForwardStep, activate
 from hpcrl.model.blocks.router import Router, Routing, route
 from hpcrl.model.exact import exact_linear
@@ -43,7 +35,7 @@ if TYPE_CHECKING:
     from hpcrl.model.adapters import LowRankUpdate
     from hpcrl.model.blocks.attention_modules import Linear
     from hpcrl.model.blocks.mixture import MixtureOfExperts
-    from hpcrl.model.tensor_parallel import TensorParallel
+    from hpcrl.model.exact import TensorParallel
     from hpcrl.runtime.groups import RoleGroups
 
 # The sum of the experts of x (n, hidden) by weights fp32 (n, k) and ids int64 (n, k) of this rank's experts.
@@ -145,7 +137,7 @@ class _Updates:
     """The low-rank updates of one linear layer of all experts."""
 
     def __init__(self, updates: Sequence[LowRankUpdate]) -> None:
-        """updates: of each expert, or none."""
+        """updates: one for each expert; empty without adapters."""
         self._factors: dict[str, tuple[ExpertWeights, ...]] = {}
         for first in updates[:1]:
             self._scale, self._rows = first.scale, first.rows

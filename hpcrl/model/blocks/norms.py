@@ -32,7 +32,7 @@ def norm_module(zero_centered: bool) -> type[RMSNorm]:
 class Norms:
     """RMSNorm of the inputs of attention and MLP, of their outputs before they are added to the residual, or both.
 
-    zero_centered: the weights w are stored, of factors 1 + w, as Gemma and Qwen3-Next have them. halves: those that the
+    zero_centered: the factors are 1 + w for stored weights w, as in Gemma and Qwen3-Next. halves: the halves that the
     layer has.
     """
 

@@ -73,18 +73,16 @@ class RecurrentNet(MegatronModule):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         assert metadata is not None
-        groups, linear = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}, self._linear_layers()
+        linear = *self.projections, "out_proj"
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         own = {name: it for name, it in self.named_parameters() if name.rpartition(".")[0] not in linear}
         axes = {name: 0 for name in own if name not in self.whole}
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
+        tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
         for name in linear:
-            found |= sharded_state_dict_default(
+            tensors |= sharded_state_dict_default(
                 getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
             )
-        return found
-
-    def _linear_layers(self) -> tuple[str, ...]:
-        return (*self.projections, "out_proj")
+        return tensors
 
 
 class ShortConvolution(torch.nn.Module):

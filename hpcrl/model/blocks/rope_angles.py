@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.batch.pictures import Picture
-from hpcrl.model.blocks.rope import Rope, RopeScaling
+from hpcrl.model.blocks.attention import Rope, RopeScaling
 from hpcrl.model.vision import Vision
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from hpcrl.model.blocks.layers import mark
 from hpcrl.model.exact import exact_linear
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class Routing:
 
     sequences: int64 (S,), the sequence of a token, N for padding. lengths: int64 (N,), tokens of each sequence on all
     ranks. layers: the model's MoE layers, in order. replayed: (S, layers, topk) int16, the experts to use, or
-    `NOT_RECORDED`; None: the router chooses. losses: of the optimizer step, None outside of one. recorded: by layer,
-    int16 (S / tp, topk), filled by the routers if it is a dict.
+    `NOT_RECORDED`; None: the router chooses. losses: what the optimizer step adds up, None outside of a step.
+    recorded: the chosen experts of each layer, int16 (S / tp, topk), which routers add to the dict; None: they do not.
     """
 
     sequences: Tensor
@@ -103,12 +104,12 @@ class RouterLosses:
         aux, z = totals[:2].tolist()
         load = totals[2:].view(self.load.shape)
         imbalance = load.amax(1) / load.mean(1).clamp(min=1e-9)
-        found = {"moe_load_imbalance/mean": float(imbalance.mean()), "moe_load_imbalance/max": float(imbalance.max())}
+        metrics = {"moe_load_imbalance/mean": float(imbalance.mean()), "moe_load_imbalance/max": float(imbalance.max())}
         if self.aux_coeff:
-            found["moe_aux_loss"] = aux / len(load)
+            metrics["moe_aux_loss"] = aux / len(load)
         if self.z_coeff:
-            found["moe_z_loss"] = z / len(load)
-        return found
+            metrics["moe_z_loss"] = z / len(load)
+        return metrics
 
 
 class Router(TopKRouter):
@@ -132,7 +133,7 @@ class Router(TopKRouter):
         if block.has_bias:
             self.bias = torch.nn.Parameter(torch.empty(block.num_experts, dtype=config.params_dtype))
             # Each rank has the gradient of its tokens.
-            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            mark(self.bias, sequence_parallel=config.sequence_parallel)
         if block.has_score_bias:
             bias = torch.zeros(block.num_experts, dtype=config.params_dtype)
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)

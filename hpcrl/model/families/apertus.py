@@ -18,8 +18,8 @@ from hpcrl.model.families.family import (
     Names,
     attention_of,
     head_dim_of,
+    rope_of,
 )
-from hpcrl.model.families.rope_keys import rope_of
 
 _ROPE = {
     "rope_type": "llama3",

@@ -17,8 +17,18 @@ from typing import Any
 
 from hpcrl.model.blocks.attention import HeadsBlock
 from hpcrl.model.blocks.block import Layer
-from hpcrl.model.families.family import COMMON, Family, head_dim_of, layer_types_of
-from hpcrl.model.families.rope_keys import FULL, SLIDING, rope_from_hf, rope_of, rope_section, rope_to_hf
+from hpcrl.model.families.family import (
+    COMMON,
+    FULL,
+    SLIDING,
+    Family,
+    head_dim_of,
+    layer_types_of,
+    rope_from_hf,
+    rope_of,
+    rope_section,
+    rope_to_hf,
+)
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import MOST_LAYERS, VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
@@ -138,8 +148,8 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
         config = text | {"tie_word_embeddings": any(section.get("tie_word_embeddings") for section in sections)}
     config = family.renamed(with_defaults(config, name))
     for key, expected in family.fixed.items():
-        if (found := config.get(key, expected)) != expected:
-            raise InputError(f"{key}={found}; only {expected} is supported; use another model")
+        if (setting := config.get(key, expected)) != expected:
+            raise InputError(f"{key}={setting}; only {expected} is supported; use another model")
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     if quantised is not None and (method is None or method != family.quantised):
@@ -170,8 +180,8 @@ def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
     if "blocks" in fields:
         if (vision := fields["vision"]) is not None:
             fields["blocks"] = tuple(_with_axes(layer, vision.rope_axes) for layer in fields["blocks"])
-        kept = {key: value for key, value in whole.items() if key != "quantization_config"}
-        return ModelShape(**fields, hf_keys=json.dumps(kept, sort_keys=True))
+        hf_keys = {key: value for key, value in whole.items() if key != "quantization_config"}
+        return ModelShape(**fields, hf_keys=json.dumps(hf_keys, sort_keys=True))
     theta, scaling = rope_from_hf(config)
     flat = {"windows": windows_of(config, name), "rope_theta": theta, "rope_scaling": scaling}
     return ModelShape(**{**flat, **fields})
@@ -214,14 +224,14 @@ MOST_IN_ALL = 500_000  # experts of all layers
 def _check_numbers(config: Mapping[str, Any]) -> None:
     """Validate the numbers, because the file is untrusted."""
     for key, most in MOST.items():
-        found = config.get(key)
-        if isinstance(found, int) and found > most:
-            raise InputError(f"{key}={found}; expected at most {most}")
+        value = config.get(key)
+        if isinstance(value, int) and value > most:
+            raise InputError(f"{key}={value}; expected at most {most}")
     for key in (*_SIZES, *_NUMBERS):
         kinds = (int,) if key in _SIZES else (int, float)
-        found = config.get(key)
-        if found is not None and (isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < 2**31):
-            raise InputError(f"{key}={found!r}; expected a positive {'whole ' if key in _SIZES else ''}number")
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 2**31):
+            raise InputError(f"{key}={value!r}; expected a positive {'whole ' if key in _SIZES else ''}number")
     experts = next((config[key] for key in _EXPERTS if config.get(key)), None)
     if (layers := config["num_hidden_layers"]) * (experts or 0) > MOST_IN_ALL:
         raise InputError(f"{experts} experts in num_hidden_layers={layers}; expected at most {MOST_IN_ALL} in all")

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, and experts in groups. No torch."""
+"""DeepSeek-V2 and V3: latent attention, and experts in groups; Kimi-K2 is V3 by another name. No torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpcrl.model.blocks.mixture import MixtureOfExperts
-from hpcrl.model.families.family import (
-    COMMON,
-    ENDS,
-    HF,
-    LAYER,
-    MEGATRON,
-    MLP,
-    NO_BIAS,
-    QWEN_MLP,
-    Family,
-    Names,
-)
+from hpcrl.model.families.family import COMMON, ENDS, HF, LAYER, MEGATRON, MLP, NO_BIAS, QWEN_MLP, Family, Names
 from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.runtime.exits import InputError
 
@@ -190,3 +179,4 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", _DEEPSEEK, NO_BIAS | V2_FIXED, v2_fields, v2_keys),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK, NO_BIAS | V3_FIXED, v3_fields, v3_keys),
 }
+DEFAULTS["kimi_k2"], FAMILIES["kimi_k2"] = DEFAULTS["deepseek_v3"], FAMILIES["deepseek_v3"]

@@ -11,18 +11,20 @@ from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.families.family import (
     COMMON,
+    FULL,
     HF,
     LLAMA,
     MEGATRON,
     OUTPUT_NORMS,
     QK_NORM,
+    SLIDING,
     Family,
     attention_of,
     head_dim_of,
     layer_types_of,
     positive,
+    ropes_of,
 )
-from hpcrl.model.families.rope_keys import FULL, SLIDING, ropes_of
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "gemma3_text": COMMON

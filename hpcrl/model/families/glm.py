@@ -13,13 +13,14 @@ from hpcrl.model.families.family import (
     ATTENTION,
     COMMON,
     ENDS,
+    PARTIAL,
     QK_NORM,
     QKV_BIAS,
     Family,
     attention_of,
     head_dim_of,
+    rope_of,
 )
-from hpcrl.model.families.rope_keys import PARTIAL, rope_of
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "glm4_moe": COMMON

@@ -12,16 +12,18 @@ from hpcrl.model.families.family import (
     ATTENTION,
     COMMON,
     ENDS,
+    FULL,
     HF,
     MEGATRON,
     QKV_BIAS,
+    SLIDING,
     Family,
     Names,
     attention_of,
     head_dim_of,
     layer_types_of,
+    rope_of,
 )
-from hpcrl.model.families.rope_keys import FULL, SLIDING, rope_of
 
 _ROPE = {
     "rope_type": "yarn",

@@ -1,4 +1,4 @@
-"""Llama, and EXAONE, Mistral and Mixtral, which have its names. No torch."""
+"""Llama, and EXAONE, Ministral, Mistral, Mixtral and Seed-OSS, which have its names. No torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hpcrl.model.families.family import (
     NO_BIAS,
     OUTPUT_NORMS,
     QK_NORM,
+    QKV_BIAS,
     Family,
 )
 from hpcrl.model.shape import ModelShape
@@ -23,6 +24,13 @@ from hpcrl.runtime.exits import InputError
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "llama": COMMON | {"max_position_embeddings": 2048},
     "mistral": COMMON | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "ministral": COMMON
+    | {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "layer_types": None,  # some have the window
+    },
     "exaone4": COMMON
     | {
         "num_key_value_heads": 32,
@@ -38,6 +46,13 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
         "num_experts_per_tok": 2,
+    },
+    "seed_oss": COMMON
+    | {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "attention_bias": True,
     },
 }
 _MIXTRAL_KEYS = {"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"}  # and fields of ModelShape
@@ -66,8 +81,16 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family(
         "Exaone4ForCausalLM", {**LLAMA, **QK_NORM, **OUTPUT_NORMS}, {"hidden_act": "silu"}, _exaone_fields
     ),
+    "ministral": Family("MinistralForCausalLM", LLAMA, NO_BIAS),
     "mistral": Family("MistralForCausalLM", LLAMA, NO_BIAS),
     "mixtral": Family(
         "MixtralForCausalLM", {**ENDS, **ATTENTION, **MIXTRAL_MLP}, NO_BIAS, _mixtral_fields, _mixtral_keys
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        {**LLAMA, **QKV_BIAS},
+        {"hidden_act": "silu", "attention_out_bias": False, "mlp_bias": False},
+        lambda config: {"qkv_bias": bool(config["attention_bias"])},
+        lambda shape: {"attention_bias": shape.qkv_bias},
     ),
 }

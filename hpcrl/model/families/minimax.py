@@ -15,13 +15,14 @@ from hpcrl.model.families.family import (
     HF,
     MEGATRON,
     MIXTRAL_MLP,
+    PARTIAL,
     QK_NORM,
     Family,
     attention_of,
     head_dim_of,
     positive,
+    rope_of,
 )
-from hpcrl.model.families.rope_keys import PARTIAL, rope_of
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "minimax_m2": COMMON

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpcrl.model.blocks.absent import half_layer
-from hpcrl.model.blocks.block import Layer
+from hpcrl.model.blocks.block import Layer, half_layer
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.mamba import Mamba
 from hpcrl.model.blocks.mixture import MixtureOfExperts
@@ -105,18 +104,18 @@ def _types_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    made, norms = dict[str, Layer](), Norms()
+    layers, norms = dict[str, Layer](), Norms()
     for kind in dict.fromkeys(config["layers_block_type"]):
         if kind == "linear_attention":
-            made[kind] = half_layer(_mamba(config), "attention", norms)
+            layers[kind] = half_layer(_mamba(config), "attention", norms)
         elif kind == "full_attention":
-            made[kind] = half_layer(attention_of(config, None), "attention", norms)
+            layers[kind] = half_layer(attention_of(config, None), "attention", norms)
         elif kind == "mlp":
             mlp = FeedForward(config["hidden_size"], config["intermediate_size"], "relu2", is_gated=False)
-            made[kind] = half_layer(mlp, "mlp", norms)
+            layers[kind] = half_layer(mlp, "mlp", norms)
         else:
-            made[kind] = half_layer(_mixture(config), "mlp", norms)
-    return {"blocks": tuple(made[kind] for kind in config["layers_block_type"])}
+            layers[kind] = half_layer(_mixture(config), "mlp", norms)
+    return {"blocks": tuple(layers[kind] for kind in config["layers_block_type"])}
 
 
 def _mamba(config: Mapping[str, Any]) -> Mamba:

@@ -10,16 +10,18 @@ from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.families.family import (
     COMMON,
+    FULL,
     LLAMA,
     NO_BIAS,
     OUTPUT_NORMS,
     QK_NORM,
+    SLIDING,
     Family,
     attention_of,
     head_dim_of,
     layer_types_of,
+    ropes_of,
 )
-from hpcrl.model.families.rope_keys import FULL, SLIDING, ropes_of
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "olmo3": COMMON

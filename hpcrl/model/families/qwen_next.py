@@ -13,10 +13,12 @@ from hpcrl.model.blocks.mixture import MixtureOfExperts
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.families.family import (
     COMMON,
+    FULL,
     HF,
     LLAMA,
     MEGATRON,
     NO_BIAS,
+    PARTIAL,
     QK_NORM,
     QWEN_MLP,
     Family,
@@ -25,8 +27,8 @@ from hpcrl.model.families.family import (
     head_dim_of,
     in_language_model,
     layer_types_of,
+    rope_of,
 )
-from hpcrl.model.families.rope_keys import FULL, PARTIAL, rope_of
 from hpcrl.runtime.exits import InputError
 
 LINEAR = "linear_attention"  # of layer_types

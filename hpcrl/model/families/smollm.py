@@ -10,15 +10,17 @@ from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.norms import Norms
 from hpcrl.model.families.family import (
     COMMON,
+    FULL,
     LLAMA,
     NO_BIAS,
+    SLIDING,
     Family,
     attention_of,
     head_dim_of,
     layer_types_of,
     positive,
+    rope_of,
 )
-from hpcrl.model.families.rope_keys import FULL, SLIDING, rope_of
 from hpcrl.runtime.exits import InputError
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {

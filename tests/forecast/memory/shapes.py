@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpcrl.model.blocks.absent import half_layer
 from hpcrl.model.blocks.attention import Attention
+from hpcrl.model.blocks.block import half_layer
 from hpcrl.model.blocks.feed_forward import FeedForward
 from hpcrl.model.blocks.gated_delta import GatedDelta
 from hpcrl.model.blocks.mamba import Mamba

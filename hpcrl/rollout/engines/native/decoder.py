@@ -16,15 +16,14 @@ from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.fp8_matrix import Fp8Matrix, fp8_linear
 from hpcrl.kernels.fp32_product import product
 from hpcrl.kernels.layers import apply_rope
+from hpcrl.model.blocks.attention import Rope
 from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.block import Layer
 from hpcrl.model.blocks.layers import NormStep, embedding_factor
-from hpcrl.model.blocks.rope import Rope
 from hpcrl.model.blocks.rope_angles import rope_cos_sin
-from hpcrl.model.exact import exact_linear
+from hpcrl.model.exact import TensorParallel, exact_linear
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, engine_layout, quantized_names, shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.model.tower import build_tower
 
 

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.model.exact import check_exact
+from hpcrl.model.exact import TensorParallel, check_exact
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, CacheLayout, blocks_for
 from hpcrl.rollout.engines.native.attention import PagedAttention

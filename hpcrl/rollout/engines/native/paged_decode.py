@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.philox import uniforms
+from hpcrl.kernels.sampling import uniforms
 from hpcrl.rollout.engines.native.attention import ExactPagedAttention, PagedAttention
 from hpcrl.rollout.engines.native.decoder import Decoder
 from hpcrl.rollout.engines.native.generate_call import GenerateCall
