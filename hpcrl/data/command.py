@@ -134,9 +134,9 @@ def table(description: dict[str, Any], out: Path) -> Iterator[str]:
             yield f"dropped from {name}: {count:>6}  {reason}"
     if description["val_is_held_out_of_train"]:
         yield "the files have no validation rows: these were held out of the training rows"
-    found = description["duplicates"]
-    threshold = found.get("jaccard_threshold")
-    yield from duplicate_lines(found["train_rows"], found["val_rows"], threshold, found["examples"])
+    duplicates = description["duplicates"]
+    threshold = duplicates.get("jaccard_threshold")
+    yield from duplicate_lines(duplicates["train_rows"], duplicates["val_rows"], threshold, duplicates["examples"])
 
 
 def duplicate_lines(
@@ -186,11 +186,11 @@ def check(parsed: argparse.Namespace) -> int:
             file.require(parsed.prompt_key, "--prompt-key")
         prompts.append([prompt_text(prompt) for file in files for prompt in file.column(parsed.prompt_key)])
         pictures.append([picture_key(images) for file in files for images in file.column(parsed.image_key)])
-    found = find_duplicates(prompts[0], prompts[1], parsed.threshold, (pictures[0], pictures[1]))
+    duplicates = find_duplicates(prompts[0], prompts[1], parsed.threshold, (pictures[0], pictures[1]))
     examples = [
         {"similarity": one.similarity, "train": prompts[0][one.train_row], "val": prompts[1][one.val_row]}
-        for one in found.examples
+        for one in duplicates.examples
     ]
     print(f"{len(prompts[0])} training rows, {len(prompts[1])} validation rows")
-    print("\n".join(duplicate_lines(found.counts("train"), found.counts("val"), parsed.threshold, examples)))
-    return exits.OTHER if found.examples else exits.DONE
+    print("\n".join(duplicate_lines(duplicates.counts("train"), duplicates.counts("val"), parsed.threshold, examples)))
+    return exits.OTHER if duplicates.examples else exits.DONE

@@ -266,8 +266,8 @@ class LevelCurriculum(WeightedCurriculum):
 
 def level_of(extra_info: Mapping[str, Any]) -> int:
     """The number in `level`, which may be text such as "Level 3"; 0 if there is none."""
-    found = re.search(r"-?\d+", str(extra_info.get("level")))
-    return int(found[0]) if found else 0
+    match = re.search(r"-?\d+", str(extra_info.get("level")))
+    return int(match[0]) if match else 0
 
 
 BUILT_IN: dict[str, type[AbstractCurriculumSampler]] = {
@@ -292,13 +292,13 @@ def load_class(path: str | None, name: str) -> type[AbstractCurriculumSampler]:
         raise InputError(
             f"{where}: {type(error).__name__}: {folded(error)}; expected a Python file with a class {name!r}"
         ) from error
-    found = getattr(module, name, None)
-    if not (inspect.isclass(found) and issubclass(found, AbstractCurriculumSampler)) or inspect.isabstract(found):
+    sampler = getattr(module, name, None)
+    if not (inspect.isclass(sampler) and issubclass(sampler, AbstractCurriculumSampler)) or inspect.isabstract(sampler):
         raise InputError(
-            f"{where}: {name!r} is {'missing' if found is None else repr(found)}; expected a subclass of "
+            f"{where}: {name!r} is {'missing' if sampler is None else repr(sampler)}; expected a subclass of "
             "hpcrl.data.curriculum.AbstractCurriculumSampler with a method choose(n)"
         )
-    return found
+    return sampler
 
 
 def pack(array: np.ndarray) -> str:

@@ -109,11 +109,11 @@ class ImageLoader:
 
     def submit_ahead(self, pictures: Sequence[tuple[int, int]]) -> None:
         """As `submit`, for a later step. Pictures of earlier calls that nothing has taken are dropped."""
-        wanted = set(pictures)
+        pictures_ahead = set(pictures)
         for number, share in list(self._requests.items()):
-            if wanted.isdisjoint(share):
+            if pictures_ahead.isdisjoint(share):
                 self._receive(number)
-        self._patches = {place: patches for place, patches in self._patches.items() if place in wanted}
+        self._patches = {place: patches for place, patches in self._patches.items() if place in pictures_ahead}
         self.submit(pictures)
 
     def load_ahead(self, rows: Sequence[int]) -> None:
@@ -125,11 +125,11 @@ class ImageLoader:
         number = self._number_of.get((row, index))
         if number is not None:
             self._receive(number)
-        found = self._patches.pop((row, index), None)
-        if found is None:
+        patches = self._patches.pop((row, index), None)
+        if patches is None:
             with readable(self.dataset.where(row), index):
-                found = self._images.patches_of(*self.dataset.locate(row, index))
-        return found
+                patches = self._images.patches_of(*self.dataset.locate(row, index))
+        return patches
 
     def load(self, pictures: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the patches of these pictures, (row, index) each; the processes decode them together."""

@@ -116,10 +116,10 @@ class MediaReader:
         Raises BadImage if the placeholders among the tokens are not those of the entries.
         """
         places = [place for place, token in enumerate(ids) if token in self._kind_of]
-        found = [self._kind_of[ids[place]] for place in places]
-        if found != [kind for kind, _ in entries]:
+        kinds = [self._kind_of[ids[place]] for place in places]
+        if kinds != [kind for kind, _ in entries]:
             raise BadImage(
-                f"found {_counted(found)} placeholder tokens after the chat template; "
+                f"found {_counted(kinds)} placeholder tokens after the chat template; "
                 f"expected {_counted([kind for kind, _ in entries])}, in the order of the messages"
             )
         repeats = np.ones(len(ids), np.int64)
@@ -132,10 +132,10 @@ class MediaReader:
 
     def folded(self, ids: np.ndarray, items: Sequence[MediaItem]) -> np.ndarray:
         """Return the tokens with one placeholder for each item."""
-        kept = np.ones(len(ids), bool)
+        first_of_item = np.ones(len(ids), bool)
         for item in items:
-            kept[item.start + 1 : item.start + self.images.vision.num_tokens(item.grid)] = False
-        return ids[kept]
+            first_of_item[item.start + 1 : item.start + self.images.vision.num_tokens(item.grid)] = False
+        return ids[first_of_item]
 
     def is_placeholder(self, ids: np.ndarray) -> np.ndarray:
         """Whether each token is a placeholder, bool, shape of `ids`."""
@@ -238,17 +238,17 @@ class FileMedia:
         Raises InputError if there is a picture, and no reader.
         """
         images, videos = (self._file.column(name, rows.start, rows.stop) for name in self._names)
-        found = list[Opened | BadImage]()
+        opened = list[Opened | BadImage]()
         for number, prompt, *values in zip(rows, prompts, images, videos, strict=True):
             if self._reader is None:
                 self._check_none(number, values)
-                found.append(Opened(prompt, []))
+                opened.append(Opened(prompt, []))
                 continue
             try:
-                found.append(self._reader.open(prompt, Row(values[0], values[1], self._is_tagged), self._folder))
+                opened.append(self._reader.open(prompt, Row(values[0], values[1], self._is_tagged), self._folder))
             except BadImage as error:
-                found.append(error)
-        return found
+                opened.append(error)
+        return opened
 
     def _check_none(self, number: int, values: Sequence[Any]) -> None:
         for name, value in zip(self._names, values, strict=True):

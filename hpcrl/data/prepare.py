@@ -73,8 +73,8 @@ def prepare_files(
         val = convert_files(source, "val", val_files, seed, out)
         inputs["val"] = files_summary(val_files, folder)
     else:
-        wanted = min(max(len(train) // HELD_OUT_SHARE, 1), MAX_HELD_OUT) if val_rows is None else val_rows
-        train, val = hold_out(train, wanted)
+        num_held_out = min(max(len(train) // HELD_OUT_SHARE, 1), MAX_HELD_OUT) if val_rows is None else val_rows
+        train, val = hold_out(train, num_held_out)
     return compared(train, val, inputs, not val_files, drop_duplicates, threshold)
 
 
@@ -83,10 +83,10 @@ def convert_files(source: FileSource, split: str, paths: Sequence[Path], seed: i
     for path in paths:
         for where, row in read_rows(path):
             try:
-                made = source.convert(row)
+                converted = source.convert(row)
                 if source.stage is not None:
-                    source.stage(made, path.parent, out)
-                rows.add(made)
+                    source.stage(converted, path.parent, out)
+                rows.add(converted)
             except Dropped as reason:
                 rows.dropped[str(reason)] += 1
             except InputError as error:

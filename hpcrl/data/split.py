@@ -125,10 +125,10 @@ def require_right_answer(row: Row) -> None:
     data_source, truth = row["data_source"], row["reward_model"]["ground_truth"]
     given = {"extra_info": row["extra_info"], "sandbox": "none"}  # the answer is no model's
     try:
-        found = scorer_for(data_source)(data_source, row["answer"], truth, **given)
+        result = scorer_for(data_source)(data_source, row["answer"], truth, **given)
     except ValueError:
         raise Dropped("a ground truth that its rule cannot use") from None
-    if (found["score"] if isinstance(found, dict) else found) != 1:
+    if (result["score"] if isinstance(result, dict) else result) != 1:
         raise Dropped("its own answer does not score 1")
 
 
@@ -197,18 +197,18 @@ def pairs_of_samples(samples: str, files: Sequence[str], out: Path) -> tuple[int
     import pyarrow
     import pyarrow.parquet
 
-    found = {name: RowFile(path) for name, path in zip(short_names(files), files, strict=True)}
+    row_files = {name: RowFile(path) for name, path in zip(short_names(files), files, strict=True)}
     uids = dict.fromkeys(str(sample["uid"]) for sample in read_samples(samples))
     pairs = best_and_worst(read_samples(samples))
     rows = []
     for uid, (chosen, rejected) in pairs.items():
         name, row, _ = uid.rsplit(":", 2)
-        if name not in found or int(row) >= len(found[name]):
+        if name not in row_files or int(row) >= len(row_files[name]):
             raise InputError(
                 f"{samples}: a sample of row {row} of {name}, which is not in --data {', '.join(files)}; "
                 "name the files that were data.val_files of `hpcrl generate`, in their order"
             )
-        rows.append(found[name][int(row)] | {"chosen": chosen, "rejected": rejected})
+        rows.append(row_files[name][int(row)] | {"chosen": chosen, "rejected": rejected})
     if not rows:
         raise InputError(
             f"{samples}: all samples of each of {len(uids)} prompts have the same score; draw more of them (rollout.n)"

@@ -110,9 +110,9 @@ def convert_geometry3k(row: Row) -> Row:
     problem, answer, images = text(row, "problem"), text(row, "answer"), value(row, "images")
     if not images or problem.count(IMAGE) != len(images):
         raise Dropped(f"another number of {IMAGE} than pictures")
-    made = rule_row("hiyouga/geometry3k", f"{problem} {GEOMETRY3K_INSTRUCTION}", answer, question=problem)
-    made["extra_info"]["answer"] = answer
-    return made | {"images": [{"bytes": image["bytes"], "path": image["path"]} for image in images]}
+    problem_row = rule_row("hiyouga/geometry3k", f"{problem} {GEOMETRY3K_INSTRUCTION}", answer, question=problem)
+    problem_row["extra_info"]["answer"] = answer
+    return problem_row | {"images": [{"bytes": image["bytes"], "path": image["path"]} for image in images]}
 
 
 GEOMETRY3K = FileSource(
@@ -171,18 +171,18 @@ def convert_preferences(row: Row) -> Row:
     return answered_row("preferences", before or preferences_prompt(row), chosen=chosen, rejected=rejected)
 
 
-def preferences_side(found: Any, name: str) -> tuple[list[Message], str]:
+def preferences_side(given: Any, name: str) -> tuple[list[Message], str]:
     """The messages before an answer, none for an answer as text, and the answer."""
-    if isinstance(found, str) and found.strip():
-        return [], found
-    if not found or isinstance(found, str):
+    if isinstance(given, str) and given.strip():
+        return [], given
+    if not given or isinstance(given, str):
         raise Dropped(f"no {name} answer")
-    return split_answer(messages(found, name), name)
+    return split_answer(messages(given, name), name)
 
 
 def preferences_prompt(row: Row) -> list[Message]:
-    found = value(row, "prompt")
-    return messages(found, "prompt") if isinstance(found, list) else as_conversation(text(row, "prompt"))
+    prompt = value(row, "prompt")
+    return messages(prompt, "prompt") if isinstance(prompt, list) else as_conversation(text(row, "prompt"))
 
 
 PREFERENCES = FileSource(

@@ -205,8 +205,8 @@ def draw_countdown_words(rng: random.Random) -> Row:
             break
     tries = []
     for _ in range(rng.choice(WRONG_TRIES)):
-        other_steps, _, found = attempt(numbers, rng)
-        if found != target:
+        other_steps, _, other_target = attempt(numbers, rng)
+        if other_target != target:
             tries.append(f"I try {other_steps}. This is not {target}.")
     thought = " ".join([*tries, f"I try {steps}. This is {target}."])
     answer = f"<think>{thought}</think> <answer>{expression}</answer>"

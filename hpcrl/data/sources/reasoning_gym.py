@@ -42,8 +42,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def task_of(text: str) -> Task:
-    found = MIXED.fullmatch(text)
-    name, weight, low, high = found.group("name", "weight", "low", "high") if found else [None] * 4
+    match = MIXED.fullmatch(text)
+    name, weight, low, high = match.group("name", "weight", "low", "high") if match else [None] * 4
     levels = None if low is None else range(int(low), int(high or low) + 1)
     if name is None or levels == range(0):
         raise argparse.ArgumentTypeError(f"found {text!r}; expected TASK[:WEIGHT][@LEVEL[-LEVEL]]")
@@ -92,10 +92,10 @@ def entries_of(name: str, level: int | None, seed: int) -> Iterator[dict[str, An
                 raise ValueError(f"it has levels 0 to {most - 1}")
             curriculum.set_global_level(level)
             options |= vars(curriculum.generate_configuration(options))
-        made = create_dataset(name, **options)
+        dataset = create_dataset(name, **options)
     except (AssertionError, ValueError) as error:  # some levels of some tasks contradict each other
         raise InputError(f"--tasks {name}@{level}: reasoning-gym rejects it: {folded(error)}") from None
-    return (made[index] for index in count())
+    return (dataset[index] for index in count())
 
 
 def row_of(name: str, level: int | None, entry: dict[str, Any]) -> Row:

@@ -26,8 +26,8 @@ def convert_task(row: Row) -> Row:
             f"column 'task' holds {row['task']!r}; expected the path of a folder or a tar archive, or null"
         )
     pairs = [[path, content] for path, content in files.items()]
-    made = rule_row("shell_task", text(row, "prompt"), "", task=row["task"], test=text(row, "test"), test_files=pairs)
-    return made | {"ability": "shell"}
+    task = rule_row("shell_task", text(row, "prompt"), "", task=row["task"], test=text(row, "test"), test_files=pairs)
+    return task | {"ability": "shell"}
 
 
 def stage_task(row: Row, folder: Path, out: Path) -> None:
@@ -47,10 +47,10 @@ def unpacked(path: Path, staged: Path) -> Path:
     a device, a link that leads out and others."""
     shutil.rmtree(staged, ignore_errors=True)
     staged.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=staged.parent) as made:
+    with TemporaryDirectory(dir=staged.parent) as scratch:
         archive = path
         if path.is_dir():
-            archive = Path(made, path.name)
+            archive = Path(scratch, path.name)
             with tarfile.open(archive, "w") as packed:
                 packed.add(path, ".")
         unpack(archive, staged)
