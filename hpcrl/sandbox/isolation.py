@@ -150,8 +150,8 @@ def probe_isolation(*packages: str) -> Isolation:
     probe = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     lines = probe.stdout.splitlines()
     reasons = [line for line in lines if line not in (NO_NETWORK, NO_FILES, FILTERED)]
-    found = Isolation(NO_NETWORK in lines, shown if NO_FILES in lines else [], FILTERED in lines)
-    return found if found.complete else found._replace(why_not=reasons[0] if reasons else DIED)
+    isolation = Isolation(NO_NETWORK in lines, shown if NO_FILES in lines else [], FILTERED in lines)
+    return isolation if isolation.complete else isolation._replace(why_not=reasons[0] if reasons else DIED)
 
 
 @functools.cache
@@ -159,8 +159,8 @@ def probe_in_child() -> Isolation:
     """As `probe_isolation`, for a process that uses MPI: a child of the fork server finds out."""
     from hpcrl.sandbox import fork_server
 
-    found: Isolation | None = fork_server.call(probe_isolation)
-    return found or Isolation(False, [], False, DIED)
+    isolation: Isolation | None = fork_server.call(probe_isolation)
+    return isolation or Isolation(False, [], False, DIED)
 
 
 def main(shown: list[str]) -> None:

@@ -66,7 +66,7 @@ def mounts_in(root: str) -> list[tuple[str, int]]:
     with open(f"/proc/self/fdinfo/{file}") as info:
         (number,) = (line.split()[1] for line in info if line.startswith("mnt_id:"))
     os.close(file)
-    below, found = {number}, []
+    below, mounts = {number}, []
     with open("/proc/self/mountinfo", errors="surrogateescape") as table:
         for line in table:  # parents come first
             number, parent, _, _, path, options, *_ = line.split(" ")
@@ -74,8 +74,8 @@ def mounts_in(root: str) -> list[tuple[str, int]]:
                 below.add(number)
                 for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
                     path = path.replace(code, character)
-                found.append((path, sum(KEPT_FLAGS.get(option, 0) for option in options.split(","))))
-    return found
+                mounts.append((path, sum(KEPT_FLAGS.get(option, 0) for option in options.split(","))))
+    return mounts
 
 
 def mount_proc(root: str) -> None:

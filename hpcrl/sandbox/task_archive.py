@@ -113,8 +113,8 @@ def _why_not(entry: tarfile.TarInfo) -> tuple[str, str] | None:
 def _make(entry: tarfile.TarInfo, entries: tarfile.TarFile, reader: _Reader, draft: str) -> None:
     *parents, name = _parts(entry.name) or [""]
     if entry.isdir():
-        with made_below(draft, entry.name if name else "") as made:
-            os.chmod(made, entry.mode & 0o777 | 0o700)
+        with made_below(draft, entry.name if name else "") as subfolder:
+            os.chmod(subfolder, entry.mode & 0o777 | 0o700)
         return
     with made_below(draft, "/".join(parents)) as parent:
         path = f"{parent}/{name}"
@@ -173,9 +173,9 @@ def _draft(folder: Path) -> Iterator[str]:
         os.mkdir(place, 0o700)
     with _locked(place):
         try:
-            if left := os.listdir(place):
-                log.warning("%s: removed; an unpacking that was killed had left %d entries", place, len(left))
-                for name in left:
+            if leftovers := os.listdir(place):
+                log.warning("%s: removed; an unpacking that was killed had left %d entries", place, len(leftovers))
+                for name in leftovers:
                     path = f"{place}/{name}"
                     shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
             yield place

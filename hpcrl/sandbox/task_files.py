@@ -123,5 +123,5 @@ def mount_squashfs(squashfuse: str, image: int, target: str) -> None:
 
 def memory_in_files() -> int:
     """Bytes that the files in the tmpfs take."""
-    found = os.statvfs(TMPFS)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * BYTES_PER_FILE
+    usage = os.statvfs(TMPFS)
+    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize + (usage.f_files - usage.f_ffree) * BYTES_PER_FILE

@@ -23,19 +23,19 @@ LIBRARY = re.compile(r".*\.(so(\.[\w.]+)?|a|la|o)")
 def visible_paths(packages: Iterable[str]) -> list[str]:
     """Files and folders that this interpreter needs to run with the folders `packages`, none of them below another."""
     packages = list(packages)
-    found = outermost([*SYSTEM, *interpreter_paths(), *packages])
-    return outermost([*found, *library_paths(loaded_libraries(packages), found)])
+    paths = outermost([*SYSTEM, *interpreter_paths(), *packages])
+    return outermost([*paths, *library_paths(loaded_libraries(packages), paths)])
 
 
 def outermost(places: Iterable[str]) -> list[str]:
     """Those that exist and are not below another, by both names if there are links: files may refer to either."""
     full = filter(os.path.isabs, places)
     named = {name for place in full for name in (os.path.normpath(place), os.path.realpath(place))}
-    found: list[str] = []
+    paths: list[str] = []
     for name in sorted(named, key=len):
-        if os.path.exists(name) and not is_below(name, found):
-            found.append(name)
-    return found
+        if os.path.exists(name) and not is_below(name, paths):
+            paths.append(name)
+    return paths
 
 
 def is_below(name: str, folders: list[str]) -> bool:
@@ -71,7 +71,7 @@ def library_paths(files: list[str], shown: list[str]) -> list[str]:
     A folder that has nothing but libraries stands for its libraries.
     """
     searched = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), f"{sys.base_prefix}/lib"]
-    found: list[str] = []
+    paths: list[str] = []
     for file in files:
         if is_below(file, shown):
             continue
@@ -80,7 +80,7 @@ def library_paths(files: list[str], shown: list[str]) -> list[str]:
                 libraries = {entry.name for entry in entries if entry.is_file() and LIBRARY.fullmatch(entry.name)}
             names = [name for name in libraries if os.path.samefile(f"{folder}/{name}", file)]
             if names and len(libraries) == len(os.listdir(folder)):
-                found.append(folder)
+                paths.append(folder)
             else:
-                found += [f"{folder}/{name}" for name in names]
-    return found
+                paths += [f"{folder}/{name}" for name in names]
+    return paths
