@@ -25,7 +25,7 @@ ELSEWHERE = {
     "sandbox/writable_files": "in the tmpfs of its own mount namespace",
     "sandbox/process_tree": "/proc",
     "rollout/engines/vllm/core": "in a folder that mkdtemp has made",
-    "data/sources/shell_tasks": "in a folder that mkdtemp has made",
+    "data/downloaded": "in a folder that mkdtemp has made",
     "machine/measure": "a name with a random number",
     "machine/check_job": "a name with a random number",
     "observe/report/scalars": "/dev/null",

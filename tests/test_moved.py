@@ -18,7 +18,7 @@ PACKAGE = Path(moved.__file__).parent
 IN_FOLDERS = """
 grid.layout reshard.planner checkpoint.manifest tracing.reader report.charts viewer.samples_view telemetry.writer
 plan.memory predict.cost rollout_source.streaming rollout.native.engine rollout.tensorrt_llm.engine rollout.agent.loop
-model.hf.files
+model.hf.files data.sources.downloaded
 """.split()
 
 

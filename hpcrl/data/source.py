@@ -19,7 +19,9 @@ from hpcrl.runtime.exits import InputError
 Row: TypeAlias = dict[str, Any]
 Message: TypeAlias = dict[str, str]
 
-SOURCES_FOLDER = Path(__file__).parent / "sources"
+FOLDER = Path(__file__).parent
+BUILT_IN = ("downloaded.py", "drawn.py")  # in the folder
+OWN = "sources/[!_]*.py"  # files of users, in a folder that they make
 IMAGE = "<image>"  # where a prompt's text has the picture, as in verl's files
 # names of the files (train, val) of most datasets on Hugging Face
 USUAL_FILES = (
@@ -81,13 +83,14 @@ Source: TypeAlias = FileSource | SyntheticSource
 
 
 def all_sources() -> dict[str, tuple[Source | ConfigurableSource, str]]:
-    """Name -> the dataset, and one line about it: SOURCES of all modules in SOURCES_FOLDER, sorted by name.
+    """Name -> the dataset, and one line about it: SOURCES of the files BUILT_IN and OWN, sorted by name.
 
     Raises ValueError if two of them have the same name.
     """
     by_name: dict[str, tuple[Source | ConfigurableSource, str]] = {}
-    for path in sorted(SOURCES_FOLDER.glob("[!_]*.py")):
-        sources = import_module(f"hpcrl.data.sources.{path.stem}").SOURCES
+    for path in [*(FOLDER / name for name in BUILT_IN), *sorted(FOLDER.glob(OWN))]:
+        module = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+        sources = import_module(f"hpcrl.data.{module}").SOURCES
         if twice := sorted(by_name.keys() & sources.keys()):
             raise ValueError(f"{path}: another file has the datasets {', '.join(twice)}, too; rename them in one file")
         by_name |= sources

@@ -280,8 +280,8 @@ def probe_sandbox() -> Availability:
 def require(availability: Availability | None = None) -> None:
     """Raise SandboxUnavailable, an error of the user in one line, if this machine cannot have such sandboxes.
 
-    For the start of a job that needs them. availability: of `probe_sandbox`; None, in a process that uses MPI: a child of the
-    fork server finds out.
+    For the start of a job that needs them. availability: of `probe_sandbox`; None, in a process that uses MPI: a child
+    of the fork server finds out.
     """
     availability = availability or fork_server.call(probe_sandbox) or Availability(DIED)
     if availability.why_not:
