@@ -21,11 +21,10 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from hpcrl.sandbox import fork_server
-from hpcrl.sandbox.isolation import DIED
+from hpcrl.sandbox.isolation import DIED, visible_paths
 from hpcrl.sandbox.program import SandboxUnavailable, check_no_mpi, start_supervisor
 from hpcrl.sandbox.task_files import WORKSPACE
 from hpcrl.sandbox.task_supervisor import HOME
-from hpcrl.sandbox.visible_files import visible_paths
 
 Fate = Literal["ok", "error", "timeout", "memory", "processes", "killed"]
 
