@@ -42,12 +42,6 @@ def convert_chat(row: Row) -> Row:
     return answered_row("chat", prompt, messages=conversation)
 
 
-CHAT = FileSource(
-    files=(("train_sft-*.parquet", "test_sft-*.parquet"), *USUAL_FILES),
-    convert=convert_chat,
-    template="{messages}",
-)
-
 LARGEST = 1 << 62  # Parquet has 64 bits
 COUNTDOWN_TEMPLATE = (
     "Use the numbers {numbers} to make {target}. Use each number exactly once, with the operations + - * / and "
@@ -81,14 +75,6 @@ def is_whole(number: Any) -> bool:
     return type(number) is int and abs(number) < LARGEST
 
 
-COUNTDOWN = FileSource(
-    files=USUAL_FILES,
-    convert=convert_countdown,
-    template=COUNTDOWN_TEMPLATE,
-    problem=sorted_numbers,
-)
-
-
 def convert_dapo_math(row: Row) -> Row:
     """The prompt has its instruction already; DAPO-Math-17k-Processed keeps it in `source_prompt`."""
     prompt = messages(row.get("source_prompt") or value(row, "prompt"), "prompt")
@@ -101,12 +87,6 @@ def convert_dapo_math(row: Row) -> Row:
     identifier = (row.get("extra_info") or {}).get("index")
     return rule_row(text(row, "data_source"), prompt, truth, id=str("" if identifier is None else identifier))
 
-
-DAPO_MATH = FileSource(
-    files=(("dapo-math-17k.parquet", "aime-2024.parquet"), *USUAL_FILES),
-    convert=convert_dapo_math,
-    template="{prompt}",
-)
 
 GEOMETRY3K_INSTRUCTION = (
     "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
@@ -123,12 +103,6 @@ def convert_geometry3k(row: Row) -> Row:
     return problem_row | {"images": [{"bytes": image["bytes"], "path": image["path"]} for image in images]}
 
 
-GEOMETRY3K = FileSource(
-    files=USUAL_FILES,
-    convert=convert_geometry3k,
-    template=f"{{problem}} {GEOMETRY3K_INSTRUCTION}",
-)
-
 GSM8K_MARK = "####"
 GSM8K_INSTRUCTION = f'Let\'s think step by step and output the final answer after "{GSM8K_MARK}".'
 
@@ -141,13 +115,6 @@ def convert_gsm8k(row: Row) -> Row:
     return rule_row("openai/gsm8k", f"{question} {GSM8K_INSTRUCTION}", final.strip().replace(",", ""), answer)
 
 
-GSM8K = FileSource(
-    # the dataset's folder has two versions of the answers, main and socratic
-    files=(("main/train-*.parquet", "main/test-*.parquet"), *USUAL_FILES),
-    convert=convert_gsm8k,
-    template=f"{{question}} {GSM8K_INSTRUCTION}",
-)
-
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 
@@ -159,14 +126,6 @@ def convert_math(row: Row) -> Row:
     level, kind = str(row.get("level") or ""), str(row.get("type") or row.get("subject") or "")
     prompt = f"{problem} {MATH_INSTRUCTION}"
     return rule_row("DigitalLearningGmbH/MATH-lighteval", prompt, answer, solution, level=level, type=kind)
-
-
-MATH = FileSource(
-    # data/ first: some copies on Hugging Face have each problem there and in the folder of its subject
-    files=(("train/*/*.json", "test/*/*.json"), ("data/train-*.parquet", "data/test-*.parquet"), *USUAL_FILES),
-    convert=convert_math,
-    template=f"{{problem}} {MATH_INSTRUCTION}",
-)
 
 
 def convert_preferences(row: Row) -> Row:
@@ -192,12 +151,6 @@ def preferences_prompt(row: Row) -> list[Message]:
     prompt = value(row, "prompt")
     return messages(prompt, "prompt") if isinstance(prompt, list) else as_conversation(text(row, "prompt"))
 
-
-PREFERENCES = FileSource(
-    files=(("train_prefs-*.parquet", "test_prefs-*.parquet"), *USUAL_FILES),
-    convert=convert_preferences,
-    template="{prompt}",
-)
 
 STAGED_TASKS = "tasks"  # below the dataset's folder
 
@@ -226,6 +179,10 @@ def stage_task(row: Row, folder: Path, out: Path) -> None:
     row["extra_info"]["task"] = str(unpacked_task(path, out.resolve() / STAGED_TASKS / name))
 
 
+def task_identity(row: Row) -> str:
+    return json.dumps([row["prompt"], *(row["extra_info"][name] for name in ("task", "test", "test_files"))])
+
+
 @cache
 def unpacked_task(path: Path, staged: Path) -> Path:
     """Unpack a task, so that each trajectory has it without a copy. Raises ForeignFileError for what may not be in it:
@@ -242,40 +199,50 @@ def unpacked_task(path: Path, staged: Path) -> Path:
     return staged
 
 
-SHELL_TASKS = FileSource(
-    files=(("tasks.jsonl", "val_tasks.jsonl"), *USUAL_FILES),
-    convert=convert_task,
-    stage=stage_task,
-    template="{prompt}",
-    problem=lambda row: json.dumps([row["prompt"], *(row["extra_info"][it] for it in ("task", "test", "test_files"))]),
-)
-
 SOURCES: dict[str, tuple[Source, str]] = {
-    "chat": (CHAT, "Chats for SFT: conversations in a column messages."),
+    "chat": (
+        FileSource((("train_sft-*.parquet", "test_sft-*.parquet"), *USUAL_FILES), convert_chat, "{messages}"),
+        "Chats for SFT: conversations in a column messages.",
+    ),
     "countdown": (
-        COUNTDOWN,
+        FileSource(USUAL_FILES, convert_countdown, COUNTDOWN_TEMPLATE, problem=sorted_numbers),
         "Countdown as a chat: Jiayi-Pan/Countdown-Tasks-3to4, or other files with target and nums.",
     ),
     "dapo_math": (
-        DAPO_MATH,
+        FileSource((("dapo-math-17k.parquet", "aime-2024.parquet"), *USUAL_FILES), convert_dapo_math, "{prompt}"),
         "DAPO-Math-17k without its repetitions, for validation AIME 2024: Parquet in verl's layout.",
     ),
-    "geometry3k": (GEOMETRY3K, "Geometry3K, problems with a figure: hiyouga/geometry3k as Parquet."),
+    "geometry3k": (
+        FileSource(USUAL_FILES, convert_geometry3k, f"{{problem}} {GEOMETRY3K_INSTRUCTION}"),
+        "Geometry3K, problems with a figure: hiyouga/geometry3k as Parquet.",
+    ),
     "gsm8k": (
-        GSM8K,
+        FileSource(
+            # the dataset's folder has two versions of the answers, main and socratic
+            (("main/train-*.parquet", "main/test-*.parquet"), *USUAL_FILES),
+            convert_gsm8k,
+            f"{{question}} {GSM8K_INSTRUCTION}",
+        ),
         "GSM8K, grade-school word problems: openai/gsm8k as Parquet, or the original train.jsonl and test.jsonl.",
     ),
     "math": (
-        MATH,
+        FileSource(
+            # data/ first: some copies on Hugging Face have each problem there and in the folder of its subject
+            (("train/*/*.json", "test/*/*.json"), ("data/train-*.parquet", "data/test-*.parquet"), *USUAL_FILES),
+            convert_math,
+            f"{{problem}} {MATH_INSTRUCTION}",
+        ),
         "MATH, competition problems: the original folders of JSON files, or Parquet or JSONL with problem and "
         "solution.",
     ),
     "preferences": (
-        PREFERENCES,
+        FileSource((("train_prefs-*.parquet", "test_prefs-*.parquet"), *USUAL_FILES), convert_preferences, "{prompt}"),
         "Preferences, as UltraFeedback has them: prompt, chosen and rejected, as messages or text.",
     ),
     "shell_tasks": (
-        SHELL_TASKS,
+        FileSource(
+            (("tasks.jsonl", "val_tasks.jsonl"), *USUAL_FILES), convert_task, "{prompt}", task_identity, stage_task
+        ),
         "Tasks for hpcrl.api.ShellTask: tasks.jsonl with prompt, task (a folder or tar), test and test_files.",
     ),
 }

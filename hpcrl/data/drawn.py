@@ -79,10 +79,6 @@ def draw_count_squares(rng: random.Random) -> Row:
     return picture_row("count_squares", picture, COUNT_SQUARES_QUESTION, str(count))
 
 
-COUNT_SQUARES = SyntheticSource(
-    draw=draw_count_squares, template=f"{IMAGE}{COUNT_SQUARES_QUESTION}", problem=same_picture
-)
-
 LEFT_OF_TEMPLATE = "Which is left, {first} or {second}?"
 LEFT_OF_SIDE = 7
 
@@ -98,8 +94,6 @@ def draw_left_of(rng: random.Random) -> Row:
     first, second = rng.sample(colours, 2)
     return picture_row("left_of", picture, LEFT_OF_TEMPLATE.format(first=first, second=second), colours[0])
 
-
-LEFT_OF = SyntheticSource(draw=draw_left_of, template=f"{IMAGE}{LEFT_OF_TEMPLATE}", problem=same_picture)
 
 TWO_DIGITS_QUESTION = "What number is it?"
 TWO_DIGITS_NUMBERS = range(10, 100)
@@ -132,8 +126,6 @@ def draw_two_digits(rng: random.Random) -> Row:
             fill(picture, top + down, left + right, height, width, colour)
     return picture_row("two_digits", picture, TWO_DIGITS_QUESTION, str(number))
 
-
-TWO_DIGITS = SyntheticSource(draw=draw_two_digits, template=f"{IMAGE}{TWO_DIGITS_QUESTION}", problem=same_picture)
 
 MAZE_QUESTION = "How many steps to red?"
 MAZE_CELL = 4  # pixels
@@ -173,16 +165,12 @@ def neighbours(cell: Cell) -> list[Cell]:
     return [(row, column) for row, column in around if row in MAZE_PLACES and column in MAZE_PLACES]
 
 
-MAZE = SyntheticSource(draw=draw_maze, template=f"{IMAGE}{MAZE_QUESTION}", problem=same_picture)
-
 TASKS = (draw_count_squares, draw_left_of, draw_two_digits, draw_maze)
 
 
 def draw_pictures(rng: random.Random) -> Row:
     return rng.choice(TASKS)(rng)
 
-
-PICTURES = SyntheticSource(draw=draw_pictures, template=f"{IMAGE}{{question}}", problem=same_picture)
 
 SUMS_INSTRUCTION, SUMS_TEMPLATE = "Answer with the number only.", "What is {left} + {right}?"
 SUMS_NUMBERS = range(1, 100)
@@ -198,8 +186,6 @@ def draw_sums(rng: random.Random) -> Row:
 def sorted_operands(row: Row) -> str:
     return repr(sorted(row["extra_info"]["operands"]))
 
-
-SUMS = SyntheticSource(draw=draw_sums, template=f"{SUMS_INSTRUCTION} {SUMS_TEMPLATE}", problem=sorted_operands)
 
 COUNTDOWN_NUMBERS = range(1, 51)
 COUNTDOWN_TARGETS = range(1, 101)
@@ -234,8 +220,6 @@ def attempt(numbers: list[int], rng: random.Random) -> tuple[str, str, int]:
         expression, value, is_sum = f"{left} {operator} {number}", result, operator != "*"
     return ", ".join(steps), expression, value
 
-
-COUNTDOWN_WORDS = SyntheticSource(draw=draw_countdown_words, template=COUNTDOWN_TEMPLATE, problem=sorted_numbers)
 
 # Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym), drawn by the package.
 REASONING_GYM_TEMPLATE = "{question}\n\nWrite the final answer inside <answer> </answer> tags."
@@ -331,30 +315,37 @@ def reasoning_gym_row(name: str, level: int | None, entry: dict[str, Any]) -> Ro
     return row | {"ability": "reasoning", "answer": own}
 
 
-REASONING_GYM = ConfigurableSource(add_task_options, mixed_tasks)
-
 SOURCES: dict[str, tuple[Source | ConfigurableSource, str]] = {
     "count_squares": (
-        COUNT_SQUARES,
+        SyntheticSource(draw_count_squares, f"{IMAGE}{COUNT_SQUARES_QUESTION}", same_picture),
         "Pictures of one to eight squares, which are to be counted, drawn; needs no download.",
     ),
     "left_of": (
-        LEFT_OF,
+        SyntheticSource(draw_left_of, f"{IMAGE}{LEFT_OF_TEMPLATE}", same_picture),
         "Pictures of two squares of different colours in a row: which one is left, drawn; needs no download.",
     ),
     "two_digits": (
-        TWO_DIGITS,
+        SyntheticSource(draw_two_digits, f"{IMAGE}{TWO_DIGITS_QUESTION}", same_picture),
         "Pictures of a number from 10 to 99, which is to be read, drawn; needs no download.",
     ),
-    "maze": (MAZE, "Pictures of a maze: the length of the path from green to red, drawn; needs no download."),
-    "pictures": (PICTURES, "Rows of count_squares, left_of, two_digits and maze, mixed; needs no download."),
-    "sums": (SUMS, "Sums of two numbers from 1 to 99, drawn; needs no download."),
+    "maze": (
+        SyntheticSource(draw_maze, f"{IMAGE}{MAZE_QUESTION}", same_picture),
+        "Pictures of a maze: the length of the path from green to red, drawn; needs no download.",
+    ),
+    "pictures": (
+        SyntheticSource(draw_pictures, f"{IMAGE}{{question}}", same_picture),
+        "Rows of count_squares, left_of, two_digits and maze, mixed; needs no download.",
+    ),
+    "sums": (
+        SyntheticSource(draw_sums, f"{SUMS_INSTRUCTION} {SUMS_TEMPLATE}", sorted_operands),
+        "Sums of two numbers from 1 to 99, drawn; needs no download.",
+    ),
     "countdown_words": (
-        COUNTDOWN_WORDS,
+        SyntheticSource(draw_countdown_words, COUNTDOWN_TEMPLATE, sorted_numbers),
         "Countdown as a chat, drawn, with a solution for SFT; needs no download.",
     ),
     "reasoning_gym": (
-        REASONING_GYM,
+        ConfigurableSource(add_task_options, mixed_tasks),
         "Tasks of reasoning-gym, mixed, drawn by the package (extra reasoning-gym); needs no download.",
     ),
 }

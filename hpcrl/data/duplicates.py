@@ -55,6 +55,12 @@ class Duplicates:
         return {kind: int(getattr(self, f"{split}_{kind}").sum()) for kind in ("exact", "near")}
 
 
+def near_duplicates(threshold: float) -> dict[str, Any]:
+    """What a near duplicate is, for dataset.json."""
+    common = {"more_prompts_than": COMMON_COUNT, "larger_share_than": COMMON_SHARE}
+    return {"words_per_shingle": NUM_WORDS, "jaccard_threshold": threshold, "common_shingles": common}
+
+
 def prompt_text(prompt: Any) -> str:
     """A prompt as text: itself, or the contents of its messages, one after another."""
     if isinstance(prompt, list):

@@ -334,10 +334,10 @@ def test_two_datasets_of_one_name_are_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_file_of_a_user_declares_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sources").mkdir()
-    own = "from hpcrl.data.drawn import SUMS\nSOURCES = {'shop': (SUMS, 'Sums of a shop.')}\n"
+    own = "from hpcrl.data import drawn\nSOURCES = {'shop': drawn.SOURCES['sums']}\n"
     (tmp_path / "sources" / "shop.py").write_text(own)
     monkeypatch.setattr(source, "FOLDER", tmp_path)
     monkeypatch.setattr(data, "__path__", [*data.__path__, str(tmp_path)])
     with patch.dict(sys.modules):
         sys.modules.pop("hpcrl.data.sources", None)
-        assert all_sources()["shop"] == (drawn.SUMS, "Sums of a shop.")
+        assert all_sources()["shop"] == drawn.SOURCES["sums"]
