@@ -54,9 +54,7 @@ def parser_of(sources: dict[str, tuple[Source | ConfigurableSource, str]]) -> ar
             )
             command.add_argument("--val-rows", type=number, metavar="N", help="hold out, if the files have none")
             command.add_argument(
-                "--drop-duplicates",
-                action="store_true",
-                help="drop training rows with a validation prompt",
+                "--drop-duplicates", action="store_true", help="drop training rows with a validation prompt"
             )
         else:
             command.add_argument("--rows", type=number, default=2000, metavar="N", help="training rows (2000)")
@@ -70,8 +68,8 @@ def parser_of(sources: dict[str, tuple[Source | ConfigurableSource, str]]) -> ar
         else:
             command.set_defaults(threshold=None)
     check = commands.add_parser("check", help="whether validation prompts are in the training files, exactly or nearly")
-    check.add_argument("--train", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
-    check.add_argument("--val", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
+    for option in ("--train", "--val"):
+        check.add_argument(option, nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
     check.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="as data.prompt_key (prompt)")
     check.add_argument("--image-key", default="images", metavar="COLUMN", help="as data.image_key (images)")
     add_threshold(check)

@@ -81,13 +81,10 @@ class Conversations:
         self._reader = None if images is None else MediaReader(images, tokenizer, cfg)
         self._media = FileMedia(self._reader, file, key, cfg)
         rows = file.selected(max_samples, only)
-        step = self._media.num_at_once(TOKENISE_ROWS)
-        blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
-        pieces = spread(world, blocks, lambda block: self._read(file, block))
+        pieces = spread(world, self._media.blocks(rows, TOKENISE_ROWS), lambda block: self._read(file, block))
         conversations = [marked for piece, _ in pieces for marked in piece.values()]
         bad = [line for _, lines in pieces for line in lines]
-        if world is None or world.rank == 0:
-            report_dropped(bad)
+        report_dropped(bad, world)
         self.num_bad = len(bad)
         self.num_filtered = len(rows) - len(conversations) - self.num_bad
         if not conversations:

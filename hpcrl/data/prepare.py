@@ -64,7 +64,7 @@ class Split:
     def __len__(self) -> int:
         return self.table.num_rows
 
-    def take(self, mask: np.ndarray) -> Split:
+    def filtered(self, mask: np.ndarray) -> Split:
         """The rows where `mask`, bool (rows,), is true, with the same counts."""
         return Split(self.table.filter(mask), self.problems[mask], self.num_read, self.dropped)
 
@@ -101,7 +101,7 @@ class RowCollector:
         hashed = hashlib.blake2b(text.encode(), digest_size=8, key=str(self._seed).encode())
         return int.from_bytes(hashed.digest(), "big")
 
-    def add(self, row: Row) -> None:
+    def add_row(self, row: Row) -> None:
         """Add a row with its split, and its number among the rows that were read. Raises Dropped for a repeated row."""
         self._require_new(row)
         require_right_answer(row)
@@ -173,8 +173,8 @@ def hold_out(train: Split, val_rows: int) -> tuple[Split, Split]:
             f"--val-rows {val_rows}: there are {len(train)} rows of {len(problems)} problems; hold out fewer"
         )
     held_out = train.problems <= problems[last]
-    val = train.take(held_out)
-    return train.take(~held_out), Split(renamed(val.table, "val"), val.problems, 0)
+    val = train.filtered(held_out)
+    return train.filtered(~held_out), Split(renamed(val.table, "val"), val.problems, 0)
 
 
 def renamed(table: pyarrow.Table, split: str) -> pyarrow.Table:
@@ -237,7 +237,7 @@ def convert_files(source: FileSource, split: str, paths: Sequence[Path], seed: i
                 converted = source.convert(row)
                 if source.stage is not None:
                     source.stage(converted, path.parent, out)
-                rows.add(converted)
+                rows.add_row(converted)
             except Dropped as reason:
                 rows.dropped[str(reason)] += 1
             except InputError as error:
@@ -269,7 +269,7 @@ def draw_rows(source: SyntheticSource, *, rows: int, val_rows: int, seed: int) -
                 problem = collector.problem(row)
                 if problem in problems:
                     continue
-                collector.add(row)
+                collector.add_row(row)
                 problems.add(problem)
                 num_useless = 0
             except Dropped as reason:
@@ -299,7 +299,7 @@ def compared(
         train.dropped["is a duplicate of a validation prompt"] += int(duplicates.train.sum())
         if duplicates.train.all():
             raise InputError("--drop-duplicates: every training prompt is in the validation data, too; nothing is left")
-        train = train.take(~duplicates.train)
+        train = train.filtered(~duplicates.train)
     return Dataset({"train": train, "val": val}, duplicates, examples, inputs, held_out)
 
 

@@ -81,8 +81,7 @@ class PromptDataset:
         for index, file in enumerate(self._files):
             rows = file.selected(num_left - num_found, only)
             num_found += len(rows)
-            step = self._media[index].num_at_once(TOKENISE_ROWS)
-            pieces += [(index, rows[start : start + step]) for start in range(0, len(rows), step)]
+            pieces += [(index, block) for block in self._media[index].blocks(rows, TOKENISE_ROWS)]
         tokenised = spread(world, pieces, lambda piece: self._tokenise(*piece))
         self._file_of = np.repeat([index for index, _ in pieces], [len(piece.rows) for piece in tokenised])
         self._row_of, lengths, self._values, num_items = (
@@ -91,8 +90,7 @@ class PromptDataset:
         )
         self._items = MediaTable(num_items, [item for piece in tokenised for item in piece.items])
         bad = [line for piece in tokenised for line in piece.bad]
-        if world is None or world.rank == 0:
-            report_dropped(bad)
+        report_dropped(bad, world)
         self.num_bad = len(bad)
         self.num_filtered = num_found - len(self) - self.num_bad
         if not len(self):
