@@ -178,14 +178,12 @@ def same_output(output: str, expected: str) -> bool:
     return expected_lines in (output_lines, filled_lines) or close(filled_lines, expected_lines)
 
 
-def close(results: list[str], expected: list[str]) -> bool:
+def close(given: list[str], expected: list[str]) -> bool:
     """Numbers, not all of them whole, that agree as numpy.allclose has it."""
-    if len(results) != len(expected) or all(
-        a.isdigit() and b.isdigit() for a, b in zip(results, expected, strict=True)
-    ):
+    if len(given) != len(expected) or all(a.isdigit() and b.isdigit() for a, b in zip(given, expected, strict=True)):
         return False
     try:
-        pairs = [(float(a), float(b)) for a, b in zip(results, expected, strict=True)]
+        pairs = [(float(a), float(b)) for a, b in zip(given, expected, strict=True)]
     except ValueError:
         return False
     return all(a == b or (math.isfinite(b) and abs(a - b) <= ABSOLUTE + RELATIVE * abs(b)) for a, b in pairs)
