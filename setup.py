@@ -67,7 +67,7 @@ HYBRID = [
 ]
 
 MATH = [
-    "math-verify>=0.9,<0.10",  # the scorer of the same name; brings an ANTLR parser of LaTeX and sympy
+    "math-verify>=0.9,<0.10",  # pypi.org/project/math-verify, for the scorer of this name; brings ANTLR, sympy
 ]
 
 MCP = [

@@ -60,7 +60,7 @@ ELSEWHERE = {  # module -> how many places, and which files
     "sandbox/mounts.py": (2, PROC),
     "sandbox/task_archive.py": (1, f"{CHECKED}: its contents are"),
     "sandbox/task_supervisor.py": (4, "pipes; files inside the sandbox by processes there"),
-    "sandbox/writable_files.py": (1, "the task's folder, links as links, into a tmpfs"),
+    "sandbox/task_files.py": (1, "the task's folder, links as links, into a tmpfs"),
     "sandbox/process_tree.py": (6, PROC),
     "sandbox/fork_server.py": (2, f"{PROC}; {MADE}"),
     "sandbox/new_files.py": (1, "appended to, not read"),

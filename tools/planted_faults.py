@@ -474,16 +474,16 @@ FAULTS = [
     Fault(
         "sandbox-files",
         "of a project that is a virtual environment programs see only Python",
-        "sandbox/visible_files.py",
+        "sandbox/isolation.py",
         'f"{sys.prefix}/pyvenv.cfg"',
         "sys.prefix",
         0,
-        "tests/sandbox/test_visible_files.py",
+        "tests/sandbox/test_isolation.py",
     ),
     Fault(
         "task-links",
         "a link in the way of a mount leads nowhere else",
-        "sandbox/untrusted_folder.py",
+        "sandbox/mounts.py",
         "os.O_PATH | os.O_NOFOLLOW | flags",
         "os.O_PATH | flags",
         0,
@@ -501,7 +501,7 @@ FAULTS = [
     Fault(
         "task-snapshots",
         "snapshots have the files that they had",
-        "sandbox/writable_files.py",
+        "sandbox/task_files.py",
         "self._below = self._marks[mark]",
         "pass",
         0,
@@ -510,7 +510,7 @@ FAULTS = [
     Fault(
         "task-archives",
         "an entry of an archive is not written through a link",
-        "sandbox/untrusted_folder.py",
+        "sandbox/mounts.py",
         "os.O_PATH | os.O_NOFOLLOW | flags",
         "os.O_PATH | flags",
         0,

@@ -64,7 +64,7 @@ def within_limits(template: str | Mapping[str, str] | None, render: Callable[[],
     thread = threading.get_ident()
     _enter(thread)
     try:
-        found = render()
+        result = render()
     except MemoryError:
         raise TemplateLimit(f"it needs more than {TEMPLATE_MEMORY >> 30} GiB of memory") from None
     finally:
@@ -73,9 +73,9 @@ def within_limits(template: str | Mapping[str, str] | None, render: Callable[[],
         except TemplateLimit:  # it came late; the next one is TEMPLATE_SECONDS away
             _leave(thread)
             raise
-    if isinstance(found, str) and len(found) > MOST_CHARACTERS:
-        raise TemplateLimit(f"its text has {len(found)} characters; expected at most {MOST_CHARACTERS}")
-    return found
+    if isinstance(result, str) and len(result) > MOST_CHARACTERS:
+        raise TemplateLimit(f"its text has {len(result)} characters; expected at most {MOST_CHARACTERS}")
+    return result
 
 
 @lru_cache(maxsize=32)
@@ -231,10 +231,10 @@ def _with_mapping(call: Any) -> Any:
     if not isinstance(arguments, str):
         return call
     try:
-        found = json.loads(arguments)
+        mapping = json.loads(arguments)
     except (ValueError, RecursionError):
         return call
-    return call | {"arguments": found} if isinstance(found, dict) else call
+    return call | {"arguments": mapping} if isinstance(mapping, dict) else call
 
 
 def messages_of(value: Any, with_parts: bool = False) -> list[dict[str, Any]] | None:

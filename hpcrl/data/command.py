@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcrl.data.duplicates import NUM_WORDS, THRESHOLD, find_duplicates, picture_key, prompt_text
 from hpcrl.data.prepare import draw_rows, prepare_files, write
-from hpcrl.data.row_file import RowFile, columns_of
+from hpcrl.data.row_file import RowFile, columns_of, read_jsonl, short_names
 from hpcrl.data.source import ConfigurableSource, FileSource, Source, all_sources
-from hpcrl.data.split import pairs_of_samples
 from hpcrl.runtime import exits
 from hpcrl.runtime.launcher import is_first_launched
+from hpcrl.sandbox.new_files import draft_of
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import Config
@@ -54,9 +54,7 @@ def parser_of(sources: dict[str, tuple[Source | ConfigurableSource, str]]) -> ar
             )
             command.add_argument("--val-rows", type=number, metavar="N", help="hold out, if the files have none")
             command.add_argument(
-                "--drop-duplicates",
-                action="store_true",
-                help="drop training rows with a validation prompt",
+                "--drop-duplicates", action="store_true", help="drop training rows with a validation prompt"
             )
         else:
             command.add_argument("--rows", type=number, default=2000, metavar="N", help="training rows (2000)")
@@ -70,8 +68,8 @@ def parser_of(sources: dict[str, tuple[Source | ConfigurableSource, str]]) -> ar
         else:
             command.set_defaults(threshold=None)
     check = commands.add_parser("check", help="whether validation prompts are in the training files, exactly or nearly")
-    check.add_argument("--train", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
-    check.add_argument("--val", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
+    for option in ("--train", "--val"):
+        check.add_argument(option, nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
     check.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="as data.prompt_key (prompt)")
     check.add_argument("--image-key", default="images", metavar="COLUMN", help="as data.image_key (images)")
     add_threshold(check)
@@ -134,9 +132,9 @@ def table(description: dict[str, Any], out: Path) -> Iterator[str]:
             yield f"dropped from {name}: {count:>6}  {reason}"
     if description["val_is_held_out_of_train"]:
         yield "the files have no validation rows: these were held out of the training rows"
-    found = description["duplicates"]
-    threshold = found.get("jaccard_threshold")
-    yield from duplicate_lines(found["train_rows"], found["val_rows"], threshold, found["examples"])
+    duplicates = description["duplicates"]
+    threshold = duplicates.get("jaccard_threshold")
+    yield from duplicate_lines(duplicates["train_rows"], duplicates["val_rows"], threshold, duplicates["examples"])
 
 
 def duplicate_lines(
@@ -158,6 +156,69 @@ def pairs(parsed: argparse.Namespace) -> int:
     num_pairs, num_prompts = pairs_of_samples(parsed.samples, parsed.data, parsed.out)
     print(f"{parsed.out}: {num_pairs} pairs of {num_prompts} prompts; the others' samples have equal scores")
     return exits.DONE
+
+
+SAMPLE_KEYS = ("uid", "response", "score")
+
+
+def best_and_worst(samples: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """uid -> (response with the highest score, response with the lowest), the first drawn of equal ones; without the
+    prompts whose scores are all equal. A sample without a score, because scoring failed, does not count."""
+    best: dict[str, dict[str, Any]] = {}
+    worst: dict[str, dict[str, Any]] = {}
+    for sample in samples:
+        uid, score = sample["uid"], sample["score"]
+        if score is None:
+            continue
+        if uid not in best or score > best[uid]["score"]:
+            best[uid] = sample
+        if uid not in worst or score < worst[uid]["score"]:
+            worst[uid] = sample
+    return {
+        uid: (best[uid]["response"], worst[uid]["response"]) for uid in best if best[uid]["score"] > worst[uid]["score"]
+    }
+
+
+def read_samples(path: str) -> Iterable[dict[str, Any]]:
+    """The lines that `hpcrl generate` wrote."""
+    for number, sample in read_jsonl(path):
+        missing = [name for name in SAMPLE_KEYS if name not in sample]
+        if missing:
+            raise exits.InputError(
+                f"{path}:{number}: no {', '.join(missing)}; expected scored samples of `hpcrl generate`; "
+                "it scores those of prompts that have a rule"
+            )
+        yield sample
+
+
+def pairs_of_samples(samples: str, files: Sequence[str], out: Path) -> tuple[int, int]:
+    """Write the rows of data files with the columns `chosen` and `rejected` from samples of their prompts.
+
+    Returns the numbers of pairs, and of prompts with samples. Raises InputError if there is no pair.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    row_files = {name: RowFile(path) for name, path in zip(short_names(files), files, strict=True)}
+    uids = dict.fromkeys(str(sample["uid"]) for sample in read_samples(samples))
+    pairs = best_and_worst(read_samples(samples))
+    rows = []
+    for uid, (chosen, rejected) in pairs.items():
+        name, row, _ = uid.rsplit(":", 2)
+        if name not in row_files or int(row) >= len(row_files[name]):
+            raise exits.InputError(
+                f"{samples}: a sample of row {row} of {name}, which is not in --data {', '.join(files)}; "
+                "name the files that were data.val_files of `hpcrl generate`, in their order"
+            )
+        rows.append(row_files[name][int(row)] | {"chosen": chosen, "rejected": rejected})
+    if not rows:
+        raise exits.InputError(
+            f"{samples}: all samples of each of {len(uids)} prompts have the same score; draw more of them (rollout.n)"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with draft_of(out) as draft:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
+    return len(rows), len(uids)
 
 
 def show(parsed: argparse.Namespace, load_job: Callable[[str], Any]) -> int:
@@ -186,11 +247,11 @@ def check(parsed: argparse.Namespace) -> int:
             file.require(parsed.prompt_key, "--prompt-key")
         prompts.append([prompt_text(prompt) for file in files for prompt in file.column(parsed.prompt_key)])
         pictures.append([picture_key(images) for file in files for images in file.column(parsed.image_key)])
-    found = find_duplicates(prompts[0], prompts[1], parsed.threshold, (pictures[0], pictures[1]))
+    duplicates = find_duplicates(prompts[0], prompts[1], parsed.threshold, (pictures[0], pictures[1]))
     examples = [
         {"similarity": one.similarity, "train": prompts[0][one.train_row], "val": prompts[1][one.val_row]}
-        for one in found.examples
+        for one in duplicates.examples
     ]
     print(f"{len(prompts[0])} training rows, {len(prompts[1])} validation rows")
-    print("\n".join(duplicate_lines(found.counts("train"), found.counts("val"), parsed.threshold, examples)))
-    return exits.OTHER if found.examples else exits.DONE
+    print("\n".join(duplicate_lines(duplicates.counts("train"), duplicates.counts("val"), parsed.threshold, examples)))
+    return exits.OTHER if duplicates.examples else exits.DONE

@@ -81,25 +81,24 @@ class Conversations:
         self._reader = None if images is None else MediaReader(images, tokenizer, cfg)
         self._media = FileMedia(self._reader, file, key, cfg)
         rows = file.selected(max_samples, only)
-        step = self._media.num_at_once(TOKENISE_ROWS)
-        blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
-        pieces = spread(world, blocks, lambda block: self._read(file, block))
-        found = [marked for piece, _ in pieces for marked in piece.values()]
+        pieces = spread(world, self._media.blocks(rows, TOKENISE_ROWS), lambda block: self._read(file, block))
+        conversations = [marked for piece, _ in pieces for marked in piece.values()]
         bad = [line for _, lines in pieces for line in lines]
-        if world is None or world.rank == 0:
-            report_dropped(bad)
+        report_dropped(bad, world)
         self.num_bad = len(bad)
-        self.num_filtered = len(rows) - len(found) - self.num_bad
-        if not found:
+        self.num_filtered = len(rows) - len(conversations) - self.num_bad
+        if not conversations:
             why = f"{self.num_filtered} conversations are longer than {self._limit} tokens" if rows else "no rows"
             if self.num_bad:
                 why = f"{self.num_bad} of {len(rows)} rows have bad pictures; others are longer than {self._limit}"
             raise InputError(f"{path}: empty dataset: {why}; expected at least one usable conversation")
-        self._ids, self._mask = (np.concatenate([one[part] for one in found]) for part in range(2))
-        self._offsets = np.cumsum([0, *(len(one.ids) for one in found)])
+        self._ids, self._mask = (np.concatenate([one[part] for one in conversations]) for part in range(2))
+        self._offsets = np.cumsum([0, *(len(one.ids) for one in conversations)])
         self._rows = np.array([row for piece, _ in pieces for row in piece], np.int64)
-        self._items = MediaTable([len(one.items) for one in found], [item for one in found for item in one.items])
-        self.num_endless = sum(one.ids[one.mask][-1] not in self._ends for one in found)
+        self._items = MediaTable(
+            [len(one.items) for one in conversations], [item for one in conversations for item in one.items]
+        )
+        self.num_endless = sum(one.ids[one.mask][-1] not in self._ends for one in conversations)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -137,7 +136,7 @@ class Conversations:
             for value, where in zip(values, places, strict=True)
         ]
         opened = self._media.open(rows, conversations)
-        kept, bad = dict[int, Marked](), list[str]()
+        marked_of, bad = dict[int, Marked](), list[str]()
         for row, where, it, tool in zip(rows, places, opened, tools, strict=True):
             try:
                 if isinstance(it, BadImage):
@@ -147,8 +146,8 @@ class Conversations:
                 bad.append(bad_line(where, error, self._cfg))
                 continue
             if marked is not None:
-                kept[row] = marked
-        return kept, bad
+                marked_of[row] = marked
+        return marked_of, bad
 
     def _encode(self, opened: Opened, where: str, options: dict[str, Any]) -> Marked:
         """Tokens of the conversation, with one placeholder token repeated for each token of a picture."""

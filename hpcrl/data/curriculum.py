@@ -155,6 +155,7 @@ class WeightedCurriculum(AbstractCurriculumSampler):
     """Draws prompts by `weights`, without replacement in one draw of at most as many as have a weight above 0."""
 
     topic: ClassVar[str]  # of the random numbers
+    arrays: ClassVar[Mapping[str, type[np.generic]]] = {}  # attributes with the state of a subclass, and their dtypes
 
     def __init__(self, data_source: PromptDataset, data_config: DataConfig, seed: int) -> None:
         super().__init__(data_source, data_config, seed)
@@ -178,10 +179,12 @@ class WeightedCurriculum(AbstractCurriculumSampler):
         return np.concatenate(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_draws": self.num_draws}
+        return {**{name: pack(getattr(self, name)) for name in self.arrays}, "num_draws": self.num_draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_draws = state["num_draws"]
+        for name, dtype in self.arrays.items():
+            setattr(self, name, unpack(state[name], dtype))
 
     def _uniform(self, count: int) -> np.ndarray:
         """Return float64 (count,) in (0, 1), different at each call and the same in every run of this seed."""
@@ -199,6 +202,7 @@ class DifficultyCurriculum(WeightedCurriculum):
     """
 
     topic = "difficulty curriculum"
+    arrays = {"solved": np.float32}
     FLOOR = 0.05
     NEW = 0.5  # weight of the newest step in the average
 
@@ -216,13 +220,6 @@ class DifficultyCurriculum(WeightedCurriculum):
             before = self.solved[row]
             self.solved[row] = value if np.isnan(before) else (1 - self.NEW) * before + self.NEW * value
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"solved": pack(self.solved), **super().state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.solved = unpack(state["solved"], np.float32)
-
 
 class LevelCurriculum(WeightedCurriculum):
     """Begins with the lowest `extra_info.level` of each data source, and adds its next level when the accuracy in the
@@ -234,6 +231,7 @@ class LevelCurriculum(WeightedCurriculum):
         raise_at: float = param(0.8, gt=0, le=1, help="LevelCurriculum: accuracy from which the next level is drawn")
 
     topic = "level curriculum"
+    arrays = {"highest": np.int64, "average": np.float64}
     NEW = 0.5  # weight of the newest step in the average
 
     def __init__(self, data_source: PromptDataset, data_config: DataConfig, seed: int) -> None:
@@ -256,18 +254,11 @@ class LevelCurriculum(WeightedCurriculum):
             if len(above) and self.average[source] >= self.params.raise_at:
                 self.highest[source], self.average[source] = above.min(), np.nan
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"highest": pack(self.highest), "average": pack(self.average), **super().state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.highest, self.average = unpack(state["highest"], np.int64), unpack(state["average"], np.float64)
-
 
 def level_of(extra_info: Mapping[str, Any]) -> int:
     """The number in `level`, which may be text such as "Level 3"; 0 if there is none."""
-    found = re.search(r"-?\d+", str(extra_info.get("level")))
-    return int(found[0]) if found else 0
+    match = re.search(r"-?\d+", str(extra_info.get("level")))
+    return int(match[0]) if match else 0
 
 
 BUILT_IN: dict[str, type[AbstractCurriculumSampler]] = {
@@ -292,13 +283,13 @@ def load_class(path: str | None, name: str) -> type[AbstractCurriculumSampler]:
         raise InputError(
             f"{where}: {type(error).__name__}: {folded(error)}; expected a Python file with a class {name!r}"
         ) from error
-    found = getattr(module, name, None)
-    if not (inspect.isclass(found) and issubclass(found, AbstractCurriculumSampler)) or inspect.isabstract(found):
+    sampler = getattr(module, name, None)
+    if not (inspect.isclass(sampler) and issubclass(sampler, AbstractCurriculumSampler)) or inspect.isabstract(sampler):
         raise InputError(
-            f"{where}: {name!r} is {'missing' if found is None else repr(found)}; expected a subclass of "
+            f"{where}: {name!r} is {'missing' if sampler is None else repr(sampler)}; expected a subclass of "
             "hpcrl.data.curriculum.AbstractCurriculumSampler with a method choose(n)"
         )
-    return found
+    return sampler
 
 
 def pack(array: np.ndarray) -> str:

@@ -55,6 +55,12 @@ class Duplicates:
         return {kind: int(getattr(self, f"{split}_{kind}").sum()) for kind in ("exact", "near")}
 
 
+def near_duplicates(threshold: float) -> dict[str, Any]:
+    """What a near duplicate is, for dataset.json."""
+    common = {"more_prompts_than": COMMON_COUNT, "larger_share_than": COMMON_SHARE}
+    return {"words_per_shingle": NUM_WORDS, "jaccard_threshold": threshold, "common_shingles": common}
+
+
 def prompt_text(prompt: Any) -> str:
     """A prompt as text: itself, or the contents of its messages, one after another."""
     if isinstance(prompt, list):
@@ -105,15 +111,15 @@ def find_duplicates(
     exact = in_train & in_val
 
     owners, ids = shingles(without_instruction(texts))
-    left, right, similarity = similar_pairs(owners, ids, in_val, in_train, threshold)
-    same = groups[left] == groups[right]
-    left, right, similarity = left[same], right[same], similarity[same]
-    near_train, near_val = (np.isin(np.arange(len(texts)), found) & ~exact for found in (right, left))
+    val_texts, train_texts, similarity = similar_pairs(owners, ids, in_val, in_train, threshold)
+    same = groups[val_texts] == groups[train_texts]
+    val_texts, train_texts, similarity = val_texts[same], train_texts[same], similarity[same]
+    near_train, near_val = (np.isin(np.arange(len(texts)), numbers) & ~exact for numbers in (train_texts, val_texts))
 
     first_train, first_val = (first_rows(rows, len(texts)) for rows in (train_of, val_of))
     pairs = [(text, text, 1.0) for text in np.flatnonzero(exact)[:MAX_EXAMPLES].tolist()]
     best = np.argsort(-similarity, kind="stable")[:MAX_EXAMPLES]
-    pairs += zip(right[best].tolist(), left[best].tolist(), similarity[best].tolist(), strict=True)
+    pairs += zip(train_texts[best].tolist(), val_texts[best].tolist(), similarity[best].tolist(), strict=True)
     examples = (Example(int(first_train[ours]), int(first_val[other]), share) for ours, other, share in pairs)
     return Duplicates(exact[train_of], near_train[train_of], exact[val_of], near_val[val_of], tuple(examples))
 
@@ -201,7 +207,7 @@ def similar_pairs(
     posting_ids, posting_texts = ids[on_right][order], owners[on_right][order]
     left_texts, left_ids = owners[is_left[owners]], ids[is_left[owners]]
     starts, ends = (np.searchsorted(posting_ids, left_ids, side=side) for side in ("left", "right"))
-    found = []
+    blocks = []
     for part in parts(left_texts, ends - starts):
         counts = ends[part] - starts[part]
         shift = np.repeat(starts[part] - np.cumsum(counts) + counts, counts)
@@ -210,8 +216,8 @@ def similar_pairs(
         left, right = pairs // num_texts, pairs % num_texts
         similarity = shared / (sizes[left] + sizes[right] - shared)
         near = (similarity >= threshold) & (left != right)
-        found.append((left[near], right[near], similarity[near]))
-    left, right, similarity = (np.concatenate(column) for column in zip(*found, strict=True))
+        blocks.append((left[near], right[near], similarity[near]))
+    left, right, similarity = (np.concatenate(column) for column in zip(*blocks, strict=True))
     return left, right, similarity
 
 

@@ -82,7 +82,7 @@ class ImageSource:
 
 
 class ImageLoader:
-    """Decodes submitted pictures in `data.image_workers` processes; with 0, `take` decodes.
+    """Decodes submitted pictures in `data.image_workers` processes; with 0, `take_patches` decodes.
 
     Each process gets its share of a submission as one request, and works while the rank does other things.
     """
@@ -96,7 +96,7 @@ class ImageLoader:
         self._pool = ProcessPool(source, num_workers, TIMEOUT_SECONDS) if num_workers else None
 
     def submit(self, pictures: Iterable[tuple[int, int]]) -> None:
-        """Start to decode these pictures, (row, index) each, which `take` returns once. Does not wait."""
+        """Start to decode these pictures, (row, index) each, which `take_patches` returns once. Does not wait."""
         if self._pool is None:
             return
         known = self._number_of.keys() | self._patches.keys()
@@ -109,32 +109,32 @@ class ImageLoader:
 
     def submit_ahead(self, pictures: Sequence[tuple[int, int]]) -> None:
         """As `submit`, for a later step. Pictures of earlier calls that nothing has taken are dropped."""
-        wanted = set(pictures)
+        pictures_ahead = set(pictures)
         for number, share in list(self._requests.items()):
-            if wanted.isdisjoint(share):
+            if pictures_ahead.isdisjoint(share):
                 self._receive(number)
-        self._patches = {place: patches for place, patches in self._patches.items() if place in wanted}
+        self._patches = {place: patches for place, patches in self._patches.items() if place in pictures_ahead}
         self.submit(pictures)
 
     def load_ahead(self, rows: Sequence[int]) -> None:
         """Start to decode the pictures of these rows, which `column` will be called with."""
         self.submit_ahead(index_pictures(self.dataset, rows).sources)
 
-    def take(self, row: int, index: int) -> np.ndarray:
+    def take_patches(self, row: int, index: int) -> np.ndarray:
         """Return the patches of a picture, float32 (patches, width). Waits for those of its submission, if any."""
         number = self._number_of.get((row, index))
         if number is not None:
             self._receive(number)
-        found = self._patches.pop((row, index), None)
-        if found is None:
+        patches = self._patches.pop((row, index), None)
+        if patches is None:
             with readable(self.dataset.where(row), index):
-                found = self._images.patches_of(*self.dataset.locate(row, index))
-        return found
+                patches = self._images.patches_of(*self.dataset.locate(row, index))
+        return patches
 
     def load(self, pictures: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the patches of these pictures, (row, index) each; the processes decode them together."""
         self.submit(pictures)
-        return [self.take(*picture) for picture in pictures]
+        return [self.take_patches(*picture) for picture in pictures]
 
     def column(self, rows: Sequence[int]) -> PictureColumn:
         """Return the pictures of these rows as patches."""

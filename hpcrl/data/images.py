@@ -146,9 +146,9 @@ class ImageProcessor:
             video = video_of(source.value)
             frames = [video.frames[frame] for frame in self._groups(video)[entry]]
             return self._cut([self._resized(frame, grid) for frame in self._open_frames(frames, folder)], grid)
-        patches, found = self.patches(self.open(source.value, folder), self._limits_of(source.value))
-        if found != grid:
-            raise BadImage(f"found a picture of {found} patches; expected {grid}, as when the job read it first")
+        patches, grid_now = self.patches(self.open(source.value, folder), self._limits_of(source.value))
+        if grid_now != grid:
+            raise BadImage(f"found a picture of {grid_now} patches; expected {grid}, as when the job read it first")
         return patches
 
     def times_of(self, source: Source) -> list[str]:
@@ -180,8 +180,10 @@ class ImageProcessor:
             expected = processor(picture, size=size, return_tensors="np")["pixel_values"]
             self._table[:] = np.arange(256)
             raw = self._cut([values] * self._num_frames, self._grid(1, (height, width))).astype(np.uint8)
-            for table, its_values, found in zip(self._table, _by_channel(raw), _by_channel(normalised), strict=True):
-                table[its_values] = found
+            for table, its_values, expected_values in zip(
+                self._table, _by_channel(raw), _by_channel(normalised), strict=True
+            ):
+                table[its_values] = expected_values
             patches, _ = self.patches(picture)
         except Exception as error:  # of NumPy and transformers
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
@@ -247,10 +249,10 @@ class ImageProcessor:
             time, self._num_frames, height // merge, merge, patch, width // merge, merge, patch, pixels.shape[-1]
         )
         values = split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(time * height * width, pixels.shape[-1], -1)
-        found = np.empty(values.shape, np.float32)
+        patches = np.empty(values.shape, np.float32)
         for channel, table in enumerate(self._table):
-            found[:, channel] = table[values[:, channel]]
-        return found.reshape(len(found), -1)
+            patches[:, channel] = table[values[:, channel]]
+        return patches.reshape(len(patches), -1)
 
 
 def fitted(height: int, width: int, factor: int, limits: Limits) -> tuple[int, int]:
@@ -304,11 +306,11 @@ def _load(folder: str) -> Any:
 def _limits_of_file(where: str, processor: Any) -> Limits:
     """Pixels of a resized picture. The processor of transformers 4.57 ignores `size`, which Qwen3-VL's file has."""
     content = read_json(where)
-    found = []
+    pixels = []
     for key, name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         in_size = content["size"].get(name) if isinstance(content.get("size"), dict) else None
         number = next(it for it in (content.get(key), in_size, processor.size[name]) if it is not None)
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise InputError(f"{where}: {key}, or size.{name}, is {number!r}; expected a number of pixels")
-        found.append(number)
-    return Limits(*found)
+        pixels.append(number)
+    return Limits(*pixels)

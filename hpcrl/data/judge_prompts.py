@@ -107,10 +107,10 @@ def tokenizer_of(config: Config) -> str:
     """Directory of the judge's tokenizer."""
     models = (config.reward.judge.model, config.model)
     named = [name for model in models if model is not None for name in (model.tokenizer, model.path)]
-    found = next((name for name in named if name is not None), None)
-    if found is None:
+    path = next((name for name in named if name is not None), None)
+    if path is None:
         raise InputError(f"{SECTION}.model.tokenizer and {SECTION}.model.path are null; name a tokenizer directory")
-    return found
+    return path
 
 
 def _read(path: str) -> str:

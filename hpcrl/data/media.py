@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+    from hpcrl.runtime.world import World
 
 MEDIA_ROWS = 32  # rows with pictures that a rank opens at a time
 MAX_WARNINGS = 20  # lines about rows that data.bad_images=skip drops
@@ -88,7 +89,7 @@ class MediaReader:
         if isinstance(prompt, str):
             tags = {text: kind for kind, text in self.spelled.items()} | (TAGS if row.is_tagged else {})
             pieces = _split(tags, prompt)
-            prompt = "".join(piece if kind is None else self._text_of(row.take(kind)) for piece, kind in pieces)
+            prompt = "".join(piece if kind is None else self._text_of(row.take_source(kind)) for piece, kind in pieces)
         else:
             prompt = [
                 message | {"content": self._content(message["content"], row)} if "content" in message else message
@@ -116,10 +117,10 @@ class MediaReader:
         Raises BadImage if the placeholders among the tokens are not those of the entries.
         """
         places = [place for place, token in enumerate(ids) if token in self._kind_of]
-        found = [self._kind_of[ids[place]] for place in places]
-        if found != [kind for kind, _ in entries]:
+        kinds = [self._kind_of[ids[place]] for place in places]
+        if kinds != [kind for kind, _ in entries]:
             raise BadImage(
-                f"found {_counted(found)} placeholder tokens after the chat template; "
+                f"found {_counted(kinds)} placeholder tokens after the chat template; "
                 f"expected {_counted([kind for kind, _ in entries])}, in the order of the messages"
             )
         repeats = np.ones(len(ids), np.int64)
@@ -132,10 +133,10 @@ class MediaReader:
 
     def folded(self, ids: np.ndarray, items: Sequence[MediaItem]) -> np.ndarray:
         """Return the tokens with one placeholder for each item."""
-        kept = np.ones(len(ids), bool)
+        first_of_item = np.ones(len(ids), bool)
         for item in items:
-            kept[item.start + 1 : item.start + self.images.vision.num_tokens(item.grid)] = False
-        return ids[kept]
+            first_of_item[item.start + 1 : item.start + self.images.vision.num_tokens(item.grid)] = False
+        return ids[first_of_item]
 
     def is_placeholder(self, ids: np.ndarray) -> np.ndarray:
         """Whether each token is a placeholder, bool, shape of `ids`."""
@@ -164,7 +165,7 @@ class MediaReader:
                 "{type: image} or {type: video}"
             )
         parts = []
-        for time in self._times_of(row.take(kind, options)):
+        for time in self._times_of(row.take_source(kind, options)):
             parts += [{"type": "text", "text": time}] if time else []
             parts.append({"type": kind})
         return parts
@@ -195,7 +196,7 @@ class Row:
         self.is_tagged = is_tagged
         self.taken = list[Source]()
 
-    def take(self, kind: Kind, own: Mapping[str, Any] | None = None) -> Source:
+    def take_source(self, kind: Kind, own: Mapping[str, Any] | None = None) -> Source:
         """own: the rest of a part of a message; if it is not empty, it is the picture."""
         if own:
             value: Any = dict(own)
@@ -228,9 +229,10 @@ class FileMedia:
         self._names = (cfg.image_key, cfg.video_key)
         self._is_tagged = not set(self._names).isdisjoint(file.columns)
 
-    def num_at_once(self, most: int) -> int:
-        """Rows that a rank opens at a time."""
-        return min(most, MEDIA_ROWS) if self._reader is not None and self._is_tagged else most
+    def blocks(self, rows: range, most: int) -> list[range]:
+        """Cut rows into blocks, of at most so many, that a rank opens at a time."""
+        step = min(most, MEDIA_ROWS) if self._reader is not None and self._is_tagged else most
+        return [rows[start : start + step] for start in range(0, len(rows), step)]
 
     def open(self, rows: range, prompts: Sequence[Any]) -> list[Opened | BadImage]:
         """Decode the pictures of these rows, whose prompts, or conversations, are given.
@@ -238,17 +240,17 @@ class FileMedia:
         Raises InputError if there is a picture, and no reader.
         """
         images, videos = (self._file.column(name, rows.start, rows.stop) for name in self._names)
-        found = list[Opened | BadImage]()
+        opened = list[Opened | BadImage]()
         for number, prompt, *values in zip(rows, prompts, images, videos, strict=True):
             if self._reader is None:
                 self._check_none(number, values)
-                found.append(Opened(prompt, []))
+                opened.append(Opened(prompt, []))
                 continue
             try:
-                found.append(self._reader.open(prompt, Row(values[0], values[1], self._is_tagged), self._folder))
+                opened.append(self._reader.open(prompt, Row(values[0], values[1], self._is_tagged), self._folder))
             except BadImage as error:
-                found.append(error)
-        return found
+                opened.append(error)
+        return opened
 
     def _check_none(self, number: int, values: Sequence[Any]) -> None:
         for name, value in zip(self._names, values, strict=True):
@@ -316,8 +318,10 @@ def bad_line(where: str, error: BadImage, cfg: DataConfig) -> str:
     return line
 
 
-def report_dropped(lines: Sequence[str]) -> None:
-    """Warn of rows that data.bad_images=skip drops."""
+def report_dropped(lines: Sequence[str], world: World | None) -> None:
+    """Warn, on rank 0, of rows that data.bad_images=skip drops."""
+    if world is not None and world.rank > 0:
+        return
     for line in lines[:MAX_WARNINGS]:
         log.warning("dropped %s", line)
     if len(lines) > MAX_WARNINGS:

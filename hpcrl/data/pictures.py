@@ -65,11 +65,11 @@ def limits_of(value: Any) -> tuple[int | None, int | None]:
     for key in ("resized_height", "resized_width"):
         if value.get(key) is not None:
             raise BadImage(f"found {key}={value[key]!r}; expected min_pixels and max_pixels instead")
-    found = [value.get(key) for key in ("min_pixels", "max_pixels")]
-    for number in found:
+    pixels = [value.get(key) for key in ("min_pixels", "max_pixels")]
+    for number in pixels:
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise BadImage(f"found min_pixels, max_pixels = {found}; expected positive whole numbers")
-    low, high = found
+            raise BadImage(f"found min_pixels, max_pixels = {pixels}; expected positive whole numbers")
+    low, high = pixels
     if low is not None and high is not None and low > high:
         raise BadImage(f"found min_pixels={low} above max_pixels={high}; expected at most that")
     return low, high
@@ -180,9 +180,9 @@ def video_of(value: Any) -> Video:
     options = value if isinstance(value, dict) else {}
     frames = options.get("video") if isinstance(value, dict) else value
     if not isinstance(frames, list) or not frames:
-        found = f"{type(frames).__name__} {str(frames)[:60]!r}" if frames else "no frames"
+        what = f"{type(frames).__name__} {str(frames)[:60]!r}" if frames else "no frames"
         raise BadImage(
-            f"found {found}; expected a list of frames, or a mapping with one in 'video' and their rate in 'fps': "
+            f"found {what}; expected a list of frames, or a mapping with one in 'video' and their rate in 'fps': "
             "extract the frames of video files first"
         )
     fps = next((options[key] for key in ("fps", "sample_fps") if options.get(key) is not None), VIDEO_FPS)

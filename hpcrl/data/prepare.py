@@ -5,33 +5,184 @@ The same files, options and version of pyarrow make the same bytes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hpcrl.data.duplicates import (
-    COMMON_COUNT,
-    COMMON_SHARE,
-    NUM_WORDS,
     Duplicates,
     equal_problems,
     find_duplicates,
+    near_duplicates,
+    normalised,
+    picture_key,
     prompt_text,
 )
-from hpcrl.data.source import Dropped, FileSource, Source, SyntheticSource, files_summary, find_files, read_rows, sha256
-from hpcrl.data.split import RowCollector, Split, hold_out
+from hpcrl.data.row_file import ROWS_PER_BATCH
+from hpcrl.data.source import (
+    Dropped,
+    FileSource,
+    Row,
+    Source,
+    SyntheticSource,
+    files_summary,
+    find_files,
+    read_rows,
+    sha256,
+)
+from hpcrl.rewards.registry import scorer_for
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import writable
 from hpcrl.sandbox.new_files import draft_of
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SPLITS = ("train", "val")
 DESCRIPTION = "dataset.json"
 HELD_OUT_SHARE, MAX_HELD_OUT = 20, 1000  # one row in so many, at most so many rows
 MAX_USELESS_DRAWS = 10_000  # one after the other
 ROWS_WITH_PICTURES = 100  # of a row group, because a job reads whole ones
+
+
+@dataclass
+class Split:
+    """Rows of a split as an Arrow table, a hash of each row's problem, uint64 (rows,), and counts."""
+
+    table: pyarrow.Table
+    problems: np.ndarray
+    num_read: int
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def filtered(self, mask: np.ndarray) -> Split:
+        """The rows where `mask`, bool (rows,), is true, with the same counts."""
+        return Split(self.table.filter(mask), self.problems[mask], self.num_read, self.dropped)
+
+    def prompts(self) -> Iterator[str]:
+        for batch in self.table.select(["prompt"]).to_batches(ROWS_PER_BATCH):
+            yield from (prompt_text(row["prompt"]) for row in batch.to_pylist())
+
+    def pictures(self) -> list[str]:
+        """`picture_key` of each row."""
+        if "images" not in self.table.column_names:
+            return [""] * len(self)
+        return [picture_key(images.as_py()) for images in self.table["images"]]
+
+
+class RowCollector:
+    """Collects rows in batches, which become Arrow tables, and counts those that cannot be used."""
+
+    def __init__(self, source: Source, split: str, seed: int) -> None:
+        self._source, self._split, self._seed = source, split, seed
+        self._rows: list[Row] = []
+        self._tables: list[pyarrow.Table] = []
+        self._problems: list[int] = []
+        self._truths: dict[bytes, bytes] = {}
+        self.num_read = 0
+        self.dropped: Counter[str] = Counter()
+
+    def problem(self, row: Row) -> int:
+        """A hash of the row's problem and the seed, below 2^64."""
+        identify = self._source.problem
+        if identify is None:
+            text = normalised(prompt_text(row["prompt"])) + picture_key(row.get("images"))
+        else:
+            text = identify(row)
+        hashed = hashlib.blake2b(text.encode(), digest_size=8, key=str(self._seed).encode())
+        return int.from_bytes(hashed.digest(), "big")
+
+    def add_row(self, row: Row) -> None:
+        """Add a row with its split, and its number among the rows that were read. Raises Dropped for a repeated row."""
+        self._require_new(row)
+        require_right_answer(row)
+        row["extra_info"] = {"split": self._split, "index": self.num_read, **row["extra_info"]}
+        self._problems.append(self.problem(row))
+        self._rows.append(row)
+        if len(self._rows) == ROWS_PER_BATCH:
+            self._flush()
+
+    def _require_new(self, row: Row) -> None:
+        """An SFT or a preference row is its prompt, pictures and answers; another row is its prompt and pictures, with
+        its problem where the dataset names one."""
+        answers = map(row.get, ("answer", "messages", "chosen", "rejected"))
+        problem = self._source.problem(row) if self._source.problem is not None else None
+        identity = digest([row["prompt"], picture_key(row.get("images")), *answers, problem])
+        truth = digest(row["reward_model"])
+        if identity in self._truths:
+            same = self._truths[identity] == truth
+            raise Dropped("repeats a row" if same else "repeats a prompt with another ground truth")
+        self._truths[identity] = truth
+
+    def _flush(self) -> None:
+        import pyarrow
+
+        schema = self._tables[0].schema if self._tables else None
+        self._tables.append(pyarrow.Table.from_pylist(self._rows, schema=schema))
+        self._rows = []
+
+    def split(self) -> Split:
+        import pyarrow
+
+        if self._rows:
+            self._flush()
+        problems = np.array(self._problems, dtype=np.uint64)
+        return Split(pyarrow.concat_tables(self._tables), problems, self.num_read, self.dropped)
+
+
+def digest(part: Any) -> bytes:
+    """A hash of JSON. Raises Dropped for text that no Parquet file can have: half of a surrogate pair."""
+    try:
+        return hashlib.blake2b(json.dumps(part, ensure_ascii=False).encode(), digest_size=16).digest()
+    except UnicodeEncodeError:
+        raise Dropped("text that is not Unicode") from None
+
+
+def require_right_answer(row: Row) -> None:
+    """Raises Dropped if the rule for the row's data source does not give its own answer the full score."""
+    if row.get("answer") is None or row["reward_model"]["style"] != "rule":
+        return
+    data_source, truth = row["data_source"], row["reward_model"]["ground_truth"]
+    given = {"extra_info": row["extra_info"], "sandbox": "none"}  # the answer is no model's
+    try:
+        result = scorer_for(data_source)(data_source, row["answer"], truth, **given)
+    except ValueError:
+        raise Dropped("a ground truth that its rule cannot use") from None
+    if (result["score"] if isinstance(result, dict) else result) != 1:
+        raise Dropped("its own answer does not score 1")
+
+
+def hold_out(train: Split, val_rows: int) -> tuple[Split, Split]:
+    """Hold out at least `val_rows` of the training rows: all rows of the problems with the smallest hashes.
+
+    Returns the other rows and the held-out ones. Raises InputError if there are not so many rows.
+    """
+    problems, counts = np.unique(train.problems, return_counts=True)
+    last = int(np.searchsorted(np.cumsum(counts), val_rows))
+    if last + 1 >= len(problems):
+        raise InputError(
+            f"--val-rows {val_rows}: there are {len(train)} rows of {len(problems)} problems; hold out fewer"
+        )
+    held_out = train.problems <= problems[last]
+    val = train.filtered(held_out)
+    return train.filtered(~held_out), Split(renamed(val.table, "val"), val.problems, 0)
+
+
+def renamed(table: pyarrow.Table, split: str) -> pyarrow.Table:
+    """The same rows with another `extra_info.split`."""
+    import pyarrow
+
+    rows = [row | {"extra_info": row["extra_info"] | {"split": split}} for row in table.to_pylist()]
+    return pyarrow.Table.from_pylist(rows, schema=table.schema)
 
 
 @dataclass(frozen=True)
@@ -73,8 +224,8 @@ def prepare_files(
         val = convert_files(source, "val", val_files, seed, out)
         inputs["val"] = files_summary(val_files, folder)
     else:
-        wanted = min(max(len(train) // HELD_OUT_SHARE, 1), MAX_HELD_OUT) if val_rows is None else val_rows
-        train, val = hold_out(train, wanted)
+        num_held_out = min(max(len(train) // HELD_OUT_SHARE, 1), MAX_HELD_OUT) if val_rows is None else val_rows
+        train, val = hold_out(train, num_held_out)
     return compared(train, val, inputs, not val_files, drop_duplicates, threshold)
 
 
@@ -83,10 +234,10 @@ def convert_files(source: FileSource, split: str, paths: Sequence[Path], seed: i
     for path in paths:
         for where, row in read_rows(path):
             try:
-                made = source.convert(row)
+                converted = source.convert(row)
                 if source.stage is not None:
-                    source.stage(made, path.parent, out)
-                rows.add(made)
+                    source.stage(converted, path.parent, out)
+                rows.add_row(converted)
             except Dropped as reason:
                 rows.dropped[str(reason)] += 1
             except InputError as error:
@@ -118,7 +269,7 @@ def draw_rows(source: SyntheticSource, *, rows: int, val_rows: int, seed: int) -
                 problem = collector.problem(row)
                 if problem in problems:
                     continue
-                collector.add(row)
+                collector.add_row(row)
                 problems.add(problem)
                 num_useless = 0
             except Dropped as reason:
@@ -148,14 +299,8 @@ def compared(
         train.dropped["is a duplicate of a validation prompt"] += int(duplicates.train.sum())
         if duplicates.train.all():
             raise InputError("--drop-duplicates: every training prompt is in the validation data, too; nothing is left")
-        train = train.take(~duplicates.train)
+        train = train.filtered(~duplicates.train)
     return Dataset({"train": train, "val": val}, duplicates, examples, inputs, held_out)
-
-
-def near_duplicates(threshold: float) -> dict[str, Any]:
-    """What a near duplicate is, for dataset.json."""
-    common = {"more_prompts_than": COMMON_COUNT, "larger_share_than": COMMON_SHARE}
-    return {"words_per_shingle": NUM_WORDS, "jaccard_threshold": threshold, "common_shingles": common}
 
 
 def write(

@@ -81,18 +81,16 @@ class PromptDataset:
         for index, file in enumerate(self._files):
             rows = file.selected(num_left - num_found, only)
             num_found += len(rows)
-            step = self._media[index].num_at_once(TOKENISE_ROWS)
-            pieces += [(index, rows[start : start + step]) for start in range(0, len(rows), step)]
-        found = spread(world, pieces, lambda piece: self._tokenise(*piece))
-        self._file_of = np.repeat([index for index, _ in pieces], [len(piece.rows) for piece in found])
+            pieces += [(index, block) for block in self._media[index].blocks(rows, TOKENISE_ROWS)]
+        tokenised = spread(world, pieces, lambda piece: self._tokenise(*piece))
+        self._file_of = np.repeat([index for index, _ in pieces], [len(piece.rows) for piece in tokenised])
         self._row_of, lengths, self._values, num_items = (
             np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-            for parts in ([piece[part] for piece in found] for part in range(4))
+            for parts in ([piece[part] for piece in tokenised] for part in range(4))
         )
-        self._items = MediaTable(num_items, [item for piece in found for item in piece.items])
-        bad = [line for piece in found for line in piece.bad]
-        if world is None or world.rank == 0:
-            report_dropped(bad)
+        self._items = MediaTable(num_items, [item for piece in tokenised for item in piece.items])
+        bad = [line for piece in tokenised for line in piece.bad]
+        report_dropped(bad, world)
         self.num_bad = len(bad)
         self.num_filtered = num_found - len(self) - self.num_bad
         if not len(self):
@@ -150,23 +148,23 @@ class PromptDataset:
     def values(self, name: str, start: int = 0, stop: int | None = None) -> list[Any]:
         """Return a column of rows [start, stop), None where a row lacks it; cheaper than row by row."""
         files, numbers = self._file_of[start:stop], self._row_of[start:stop]
-        found = list[Any]()
+        values = list[Any]()
         for file in np.unique(files):
             own = numbers[files == file].tolist()
             column = self._files[file].column(name, own[0], own[-1] + 1)
-            found += [column[number - own[0]] for number in own]
-        return found
+            values += [column[number - own[0]] for number in own]
+        return values
 
     def record(self, row: int) -> dict[str, Any]:
         """Return the row data for scorers: data_source, ground_truth, extra_info, ability, prompt (raw)."""
-        found = self.row(row)
-        source, truth, extra = self._scored(row, *(found.get(name) for name in SCORED))
+        columns = self.row(row)
+        source, truth, extra = self._scored(row, *(columns.get(name) for name in SCORED))
         return {
             "data_source": source,
             "ground_truth": truth,
             "extra_info": extra,
-            "ability": found.get("ability") or "",
-            "prompt": found[self._cfg.prompt_key],
+            "ability": columns.get("ability") or "",
+            "prompt": columns[self._cfg.prompt_key],
         }
 
     def ground_truths(self) -> Iterator[tuple[str, Any]]:
@@ -211,7 +209,7 @@ class PromptDataset:
         good = [(row, where, it) for row, where, it in zip(rows, places, opened, strict=True) if isinstance(it, Opened)]
         encoded = self._encode([it.prompt for _, _, it in good], [where for _, where, _ in good])
         bad = {row: it for row, it in zip(rows, opened, strict=True) if isinstance(it, BadImage)}
-        kept, ids, num_items, items = list[int](), list[list[int]](), list[int](), list[MediaItem]()
+        usable, ids, num_items, items = list[int](), list[list[int]](), list[int](), list[MediaItem]()
         for (row, where, it), tokens in zip(good, encoded, strict=True):
             try:
                 tokens, places_of = self._expand(tokens, it)
@@ -219,12 +217,12 @@ class PromptDataset:
                 bad[row] = error
                 continue
             if (fitted := self._fit(tokens, where, bool(places_of))) is not None:
-                kept.append(row)
+                usable.append(row)
                 ids.append(fitted)
                 num_items.append(len(places_of))
                 items += places_of
         return _Piece(
-            np.array(kept, dtype=np.int64),
+            np.array(usable, dtype=np.int64),
             np.array([len(it) for it in ids], dtype=np.int64),
             np.array([token for it in ids for token in it], dtype=np.int32),
             np.array(num_items, dtype=np.int64),

@@ -104,8 +104,8 @@ class Rendering:
     def changed(self, whole: str, advice: str) -> InputError:
         """The error for a text of the whole conversation that has this message in another rendering than `after`."""
         start = len(os.path.commonprefix([self.after, whole]))
-        kept = self._settings(KEEPING, lambda other: other._text(self._messages).startswith(other.after))
-        ways = ", or ".join(["use another data.chat_template", *(f"set {way}" for way in kept)])
+        keeping = self._settings(KEEPING, lambda other: other._text(self._messages).startswith(other.after))
+        ways = ", or ".join(["use another data.chat_template", *(f"set {way}" for way in keeping)])
         return InputError(
             f"{self._where}: with later turns, the chat template renders the conversation up to message {self._number} "
             f"differently, {_short(whole[start:])} in place of {_short(self.after[start:])}; expected a template that "
@@ -131,14 +131,14 @@ class Rendering:
 
     def _settings(self, options: Iterable[tuple[str, bool]], fits: Callable[[Rendering], bool]) -> list[str]:
         """The settings of those further arguments of the template with which the rendering fits."""
-        found = []
+        settings = []
         for name, value in options:
             template = self._template.with_option(name, value)
             other = Rendering(template, self._messages, self._number, self._where, self._options)
             with suppress(InputError):  # the template may raise for the argument
                 if fits(other):
-                    found.append(f"data.apply_chat_template_kwargs.{name}={str(value).lower()}")
-        return found
+                    settings.append(f"data.apply_chat_template_kwargs.{name}={str(value).lower()}")
+        return settings
 
 
 def missing_part(message: Mapping[str, Any], text: str) -> str | None:

@@ -39,12 +39,12 @@ def spread(world: World | None, pieces: Sequence[Piece], work: Callable[[Piece],
     """
     if world is None or world.size == 1:
         return _each(work, pieces)
-    found: list[Result] = []
+    all_results: list[Result] = []
     for start in range(world.rank, world.rank + len(pieces), world.size):
         own_piece = pieces[start : start + 1]  # empty if the last round has no piece for this rank
         results = world.run_collectively(partial(_each, work, own_piece))
-        found += [result for done in world.all_gather_object(results) for result in done]
-    return found
+        all_results += [result for done in world.all_gather_object(results) for result in done]
+    return all_results
 
 
 def _each(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:
@@ -131,8 +131,8 @@ class RowFile:
             self._rows = ArrowRows(*read_arrow(path))
             self.columns = self._rows.columns
         elif not os.path.isfile(path):
-            found = "a directory" if os.path.isdir(path) else "no such file"
-            raise InputError(f"{path}: {found}; expected {EXPECTED} (data.train_files, data.val_files)")
+            kind = "a directory" if os.path.isdir(path) else "no such file"
+            raise InputError(f"{path}: {kind}; expected {EXPECTED} (data.train_files, data.val_files)")
         elif suffix_of(path) in PARQUET_SUFFIXES:
             self._rows = ParquetRows(path, large)
             self.columns = self._rows.columns
@@ -330,13 +330,13 @@ class RowGroups:
 
     def values(self, start: int, stop: int) -> list[Any]:
         """Values of rows [start, stop)."""
-        found = list[Any]()
+        values = list[Any]()
         while start < stop:
             group = bisect.bisect_right(self._starts, start) - 1
             end = min(stop, self._starts[group + 1])
-            found += self._read(group).slice(start - self._starts[group], end - start).to_pylist()
+            values += self._read(group).slice(start - self._starts[group], end - start).to_pylist()
             start = end
-        return found
+        return values
 
     def _read(self, group: int) -> Any:
         import pyarrow.parquet

@@ -19,7 +19,9 @@ from hpcrl.runtime.exits import InputError
 Row: TypeAlias = dict[str, Any]
 Message: TypeAlias = dict[str, str]
 
-SOURCES_FOLDER = Path(__file__).parent / "sources"
+FOLDER = Path(__file__).parent
+BUILT_IN = ("downloaded.py", "drawn.py")  # in the folder
+OWN = "sources/[!_]*.py"  # files of users, in a folder that they make
 IMAGE = "<image>"  # where a prompt's text has the picture, as in verl's files
 # names of the files (train, val) of most datasets on Hugging Face
 USUAL_FILES = (
@@ -81,17 +83,18 @@ Source: TypeAlias = FileSource | SyntheticSource
 
 
 def all_sources() -> dict[str, tuple[Source | ConfigurableSource, str]]:
-    """Name -> the dataset, and one line about it: SOURCES of all modules in SOURCES_FOLDER, sorted by name.
+    """Name -> the dataset, and one line about it: SOURCES of the files BUILT_IN and OWN, sorted by name.
 
     Raises ValueError if two of them have the same name.
     """
-    found: dict[str, tuple[Source | ConfigurableSource, str]] = {}
-    for path in sorted(SOURCES_FOLDER.glob("[!_]*.py")):
-        sources = import_module(f"hpcrl.data.sources.{path.stem}").SOURCES
-        if twice := sorted(found.keys() & sources.keys()):
+    by_name: dict[str, tuple[Source | ConfigurableSource, str]] = {}
+    for path in [*(FOLDER / name for name in BUILT_IN), *sorted(FOLDER.glob(OWN))]:
+        module = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+        sources = import_module(f"hpcrl.data.{module}").SOURCES
+        if twice := sorted(by_name.keys() & sources.keys()):
             raise ValueError(f"{path}: another file has the datasets {', '.join(twice)}, too; rename them in one file")
-        found |= sources
-    return dict(sorted(found.items()))
+        by_name |= sources
+    return dict(sorted(by_name.items()))
 
 
 def rule_row(
@@ -127,23 +130,23 @@ def value(row: Row, name: str) -> Any:
 
 def text(row: Row, name: str) -> str:
     """A column of a row, as text. Raises InputError if the row has no such column, Dropped if it is empty."""
-    found = value(row, name)
-    if not isinstance(found, str) or not found.strip():
+    content = value(row, name)
+    if not isinstance(content, str) or not content.strip():
         raise Dropped(f"no text in {name}")
-    return found
+    return content
 
 
-def messages(found: Any, name: str) -> list[Message]:
+def messages(given: Any, name: str) -> list[Message]:
     """Role and content of each message; other fields, which some datasets have, are left out.
 
     Raises Dropped if this is not a conversation in text, or if a message has thoughts or tool calls besides its text.
     """
-    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         raise Dropped(f"no messages in {name}")
-    pairs = [{key: message.get(key) for key in ("role", "content")} for message in found]
+    pairs = [{key: message.get(key) for key in ("role", "content")} for message in given]
     if not pairs or not all(isinstance(part, str) for pair in pairs for part in pair.values()):
         raise Dropped(f"a message without role or text in {name}")
-    if any(missing_part(message, message["content"]) for message in found):
+    if any(missing_part(message, message["content"]) for message in given):
         raise Dropped(f"thoughts or tool calls beside the text in {name}")
     return pairs  # type: ignore[return-value]  # checked in the line above
 
@@ -170,8 +173,8 @@ def find_files(
     Raises InputError, with all patterns, if there are no training files.
     """
     if not folder.is_dir():
-        found = "a file" if folder.exists() else "no such folder"
-        raise InputError(f"--from {folder}: {found}; expected a folder with the files of {name}")
+        kind = "a file" if folder.exists() else "no such folder"
+        raise InputError(f"--from {folder}: {kind}; expected a folder with the files of {name}")
     pairs = [(files_below(folder, train, without), files_below(folder, val, without)) for train, val in patterns]
     for train, val in sorted(pairs, key=lambda pair: not pair[1]):
         if train:
@@ -203,12 +206,12 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON ({error}); expected one JSON object") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: found a JSON {type(found).__name__}; expected one JSON object")
-    return found
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: found a JSON {type(content).__name__}; expected one JSON object")
+    return content
 
 
 def sha256(path: Path) -> str:

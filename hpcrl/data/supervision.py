@@ -168,8 +168,8 @@ class Supervision:
     def stretches(self, sequence: Supervised) -> list[Stretch]:
         """The text of the tokens, cut where the mask changes."""
         ids, mask = sequence.ids, sequence.mask
-        kept = ~np.isin(ids, self._placeholders) | np.diff(ids, prepend=-1).astype(bool)
-        pieces = zip(self._text.pieces(ids[kept].tolist()), mask[kept].tolist(), strict=True)
+        shown = ~np.isin(ids, self._placeholders) | np.diff(ids, prepend=-1).astype(bool)
+        pieces = zip(self._text.pieces(ids[shown].tolist()), mask[shown].tolist(), strict=True)
         groups = itertools.groupby(pieces, key=lambda piece: piece[1])
         return [Stretch("".join(text for text, _ in group), is_trained) for is_trained, group in groups]
 

@@ -48,15 +48,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ) from None
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and bare Exception alike
         if not os.path.isdir(path):
-            found = "no such directory, and not in the Hugging Face cache"
+            problem = "no such directory, and not in the Hugging Face cache"
         elif isinstance(error, ForeignFileError):
             raise InputError(f"model.tokenizer={path}: {error}") from None
         elif code := own_code(path, "AutoTokenizer"):
             raise InputError(f"model.tokenizer={path}: {code}; convert it, so that it has a tokenizer.json") from None
         else:
-            found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise InputError(
-            f"model.tokenizer={path}: {found}; expected a directory with tokenizer.json and tokenizer_config.json"
+            f"model.tokenizer={path}: {problem}; expected a directory with tokenizer.json and tokenizer_config.json"
         ) from None
     if tokenizer.eos_token_id is None:
         raise InputError(
@@ -118,10 +118,10 @@ def own_code(folder: str, kind: str) -> str | None:
     It is never run."""
     for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json", "config.json"):
         try:
-            found = read_json(os.path.join(folder, name)).get("auto_map")
+            auto_map = read_json(os.path.join(folder, name)).get("auto_map")
         except (OSError, ValueError, AttributeError):
             continue
-        code = found.get(kind) if isinstance(found, dict) else found
+        code = auto_map.get(kind) if isinstance(auto_map, dict) else auto_map
         if code:
             named = next((one for one in code if one), code) if isinstance(code, list) else code
             return (
@@ -224,8 +224,8 @@ def _is_dropped(tokenizer: PreTrainedTokenizerBase, character: str) -> bool:
 
 def split_end(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, str]:
     """The text before the end-of-sequence tokens at its end, and the first of them, or ""; white space may follow."""
-    found = _ends_at_the_end(tokenizer).search(text)
-    return (text[: found.start()], found[1]) if found else (text, "")
+    match = _ends_at_the_end(tokenizer).search(text)
+    return (text[: match.start()], match[1]) if match else (text, "")
 
 
 def first_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:

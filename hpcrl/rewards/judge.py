@@ -177,15 +177,15 @@ class Judging:
         The last match counts, because a judge may quote the form of a verdict before. A number outside the scale is
         none, and so is a rubric of which a criterion has no verdict.
         """
-        found = self._pattern.findall(answer)
+        matches = self._pattern.findall(answer)
         if self.kind == "rubric":
-            marks = {int(number): mark.lower() == "yes" for number, mark in found if number.isdecimal()}
+            marks = {int(number): mark.lower() == "yes" for number, mark in matches if number.isdecimal()}
             return share_met(question.rubric, marks)
-        if not found:
+        if not matches:
             return None
         if self.kind == "pairwise":
-            return WINS.get(found[-1].upper())
-        return scaled(found[-1], self.scale)
+            return WINS.get(matches[-1].upper())
+        return scaled(matches[-1], self.scale)
 
     def _fill(self, sample: Sample, other: str = "", swap: bool = False) -> str:
         """The template with the sample's texts. swap: the response and the reference answer change places."""
@@ -229,31 +229,31 @@ def sample_scores(
 ) -> list[float | None]:
     """Score of each sample: the mean of its verdicts, a comparison counting `value` for the first and 1 - `value` for
     the second sample; None where no verdict could be read. A sample that nothing was asked about scores 0.5."""
-    found: list[list[float]] = [[] for _ in range(num_samples)]
+    verdicts_of: list[list[float]] = [[] for _ in range(num_samples)]
     asked = [False] * num_samples
     for question, value in zip(questions, values, strict=True):
         for index, share in ((question.first, value), (question.second, None if value is None else 1.0 - value)):
             if index is not None:
                 asked[index] = True
                 if share is not None:
-                    found[index].append(share)
+                    verdicts_of[index].append(share)
     return [
         sum(verdicts) / len(verdicts) if verdicts else None if was_asked else 0.5
-        for verdicts, was_asked in zip(found, asked, strict=True)
+        for verdicts, was_asked in zip(verdicts_of, asked, strict=True)
     ]
 
 
 def criteria_of(value: Any) -> tuple[Criterion, ...]:
     """A rubric in a row of data or in a template: texts, or mappings {criterion, weight}. ValueError for others."""
-    found = []
+    criteria = []
     for one in value if isinstance(value, list) else [value]:
         criterion = one if isinstance(one, dict) else {"criterion": one}
         text, weight = criterion.get("criterion"), criterion.get("weight")
         weight = 1.0 if weight is None else weight
         if not isinstance(text, str) or not isinstance(weight, int | float) or not (0 < weight < math.inf):
             raise ValueError(f"{str(one)[:80]!r} is no criterion; expected a text, or {{criterion, weight}}")
-        found.append(Criterion(text, float(weight)))
-    return tuple(found)
+        criteria.append(Criterion(text, float(weight)))
+    return tuple(criteria)
 
 
 def text_of(value: Any) -> str | None:

@@ -176,12 +176,12 @@ class RewardManager:
 
     def collect(self, keys: Iterable[Hashable]) -> Scores:
         """Wait for the scores of submitted responses, and return them in the order of `keys`."""
-        found = [self._take(key) for key in keys]
-        requests = [request for request, _ in found]
+        submissions = [self._take(key) for key in keys]
+        requests = [request for request, _ in submissions]
         if self.is_batched:
             outcomes = self._score_batch(requests)
         else:
-            outcomes = [self._pool.take(number) for _, number in found if number is not None]
+            outcomes = [self._pool.take(number) for _, number in submissions if number is not None]
         _warn_of_failures(outcomes)
         results: list[dict[str, Any]] = [
             outcome.result if outcome.fate == "ok" else {"score": 0.0} for outcome in outcomes
@@ -224,10 +224,10 @@ class RewardManager:
 
     def _take(self, key: Hashable) -> tuple[ScoreRequest, int | None]:
         waiting = self._requests[key]
-        found = waiting.popleft()
+        submission = waiting.popleft()
         if not waiting:
             del self._requests[key]
-        return found
+        return submission
 
     def _score_batch(self, requests: list[ScoreRequest]) -> list[Outcome]:
         if not requests:
@@ -395,15 +395,15 @@ def numbers_of(samples: Mapping[str, np.ndarray], key: str, setting: str, *, req
     if key == "score":
         return samples["score"].astype(np.float64)
     extras = samples["extras"].tolist()
-    found = [extra.get(key) for extra in extras]
-    given = np.array([is_number(value) for value in found], bool)
+    values = [extra.get(key) for extra in extras]
+    given = np.array([is_number(value) for value in values], bool)
     if required and not given.any():
         seen = sorted({name for extra in extras for name in extra})
         raise InputError(
             f"{setting} names {key!r}, and no sample has a number with this name; the scorer returns "
             f"{', '.join(['score', *seen])}"
         )
-    numbers = np.array([value if here else np.nan for value, here in zip(found, given, strict=True)], np.float64)
+    numbers = np.array([value if here else np.nan for value, here in zip(values, given, strict=True)], np.float64)
     if key == "acc":
         taken = ~given & ~np.isnan(samples["acc"])
         numbers[taken] = samples["acc"][taken]
@@ -428,8 +428,8 @@ def _warn_of_failures(outcomes: Sequence[Outcome]) -> None:
     reasons = Counter((outcome.fate, outcome.why) for outcome in outcomes if outcome.fate != "ok")
     for (fate, why), count in reasons.most_common(WARNINGS):
         log.warning("reward: %s scored 0 (%s): %s", "a response" if count == 1 else f"{count} responses", fate, why)
-    if left := reasons.total() - sum(count for _, count in reasons.most_common(WARNINGS)):
-        log.warning("reward: %d more responses scored 0", left)
+    if num_others := reasons.total() - sum(count for _, count in reasons.most_common(WARNINGS)):
+        log.warning("reward: %d more responses scored 0", num_others)
 
 
 def _record(process: int, began: float, ended: float) -> None:

@@ -60,12 +60,12 @@ def as_text_or_number(value: Any) -> str:
 def as_texts(value: Any) -> list[str]:
     """A text, or several; integers as text."""
     try:
-        found = [as_text(it) for it in (value if isinstance(value, list) else [value])]
+        texts = [as_text(it) for it in (value if isinstance(value, list) else [value])]
     except ValueError:
-        found = []
-    if not found:
+        texts = []
+    if not texts:
         raise ValueError("expected a text, or a list of them that is not empty")
-    return found
+    return texts
 
 
 def is_integer(value: Any) -> bool:

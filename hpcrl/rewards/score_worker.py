@@ -198,13 +198,13 @@ def number_or_text(value: Any) -> float | str:
 def cut(result: Plain) -> Plain:
     """Cut the texts of a result to one length such that it fits MAX_BYTES."""
     texts = {key: value.encode(errors="replace") for key, value in result.items() if isinstance(value, str)}
-    left = MAX_BYTES - sum(len(key.encode(errors="replace")) for key in result) - 8 * (len(result) - len(texts))
-    if left < 0:
-        raise ValueError(f"the result's names and numbers take {MAX_BYTES - left} bytes; expected at most {MAX_BYTES}")
-    share = left
+    room = MAX_BYTES - sum(len(key.encode(errors="replace")) for key in result) - 8 * (len(result) - len(texts))
+    if room < 0:
+        raise ValueError(f"the result's names and numbers take {MAX_BYTES - room} bytes; expected at most {MAX_BYTES}")
+    share = room
     for num_shorter, length in enumerate(sorted(map(len, texts.values()))):
-        share = left // (len(texts) - num_shorter)
+        share = room // (len(texts) - num_shorter)
         if length > share:
             break
-        left -= length
+        room -= length
     return result | {key: text[:share].decode(errors="ignore") for key, text in texts.items() if len(text) > share}

@@ -71,11 +71,11 @@ def open_file(path: Name, root: Name | None = None, *, most: int | None = None, 
     root = path.parent if root is None else Path(root)
     descriptor = _open(path, root, links)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ForeignFileError(path, _kind(found.st_mode))
-        if most is not None and found.st_size > most:
-            raise ForeignFileError(path, f"{found.st_size} bytes", f"at most {most}")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ForeignFileError(path, _kind(status.st_mode))
+        if most is not None and status.st_size > most:
+            raise ForeignFileError(path, f"{status.st_size} bytes", f"at most {most}")
         return open(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -109,15 +109,15 @@ def read_json(path: Name, root: Name | None = None, *, most: int = MOST_TEXT, li
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON. Raises ValueError, also for values that are nested too deeply."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except RecursionError:
         raise _too_deep() from None
-    level, depth = [found], 0
+    level, depth = [content], 0
     while level := [child for value in level if isinstance(value, (dict, list)) for child in _children(value)]:
         depth += 1
         if depth > MOST_DEPTH:
             raise _too_deep()
-    return found
+    return content
 
 
 def check_yaml(root: Any) -> None:
@@ -165,7 +165,7 @@ def check_folder(folder: Name) -> None:
 def left_out(root: Name) -> list[str]:
     """A line for each link and special file in the folder of a run that is not read, at most `MOST_NAMED` and one with
     the number of the others. Bundles are not searched."""
-    root, found = Path(root), list[str]()
+    root, lines = Path(root), list[str]()
     waiting = [root]
     while waiting:
         with suppress(OSError):
@@ -173,14 +173,14 @@ def left_out(root: Name) -> list[str]:
                 name = os.path.relpath(entry.path, root)
                 if entry.is_symlink():
                     if not _is_inside(entry.path, root):
-                        found.append(f"{name}: a link that leads out of the run's folder; it was not read")
+                        lines.append(f"{name}: a link that leads out of the run's folder; it was not read")
                 elif entry.is_dir(follow_symlinks=False):
                     if not name.startswith("bundle") and len(Path(name).parts) < 4:
                         waiting.append(Path(entry.path))
                 elif not entry.is_file(follow_symlinks=False):
-                    found.append(f"{name}: {_kind(entry.stat(follow_symlinks=False).st_mode)}; it was not read")
-    more = [f"{len(found) - MOST_NAMED} more links were not read"] if len(found) > MOST_NAMED else []
-    return found[:MOST_NAMED] + more
+                    lines.append(f"{name}: {_kind(entry.stat(follow_symlinks=False).st_mode)}; it was not read")
+    more = [f"{len(lines) - MOST_NAMED} more links were not read"] if len(lines) > MOST_NAMED else []
+    return lines[:MOST_NAMED] + more
 
 
 def is_folder(path: Name, root: Name) -> bool:

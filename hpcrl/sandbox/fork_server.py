@@ -185,8 +185,8 @@ def set_compiler_cache() -> None:
         usual = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         with suppress(FileExistsError):
             os.mkdir(usual, 0o700)
-        found = os.lstat(usual)
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        status = os.lstat(usual)
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022:
             folder = usual
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
@@ -217,11 +217,11 @@ def remove_leftovers_of_mpiexec(parent: str = "/tmp") -> None:
     old (proxies in other containers cannot be seen), and no proxy of the user began before it.
     """
     with suppress(OSError), os.scandir(parent) as entries:
-        found = [(e.path, e.stat(follow_symlinks=False)) for e in entries if e.name.startswith("hydra_hwloc_xmlfile_")]
+        files = [(e.path, e.stat(follow_symlinks=False)) for e in entries if e.name.startswith("hydra_hwloc_xmlfile_")]
         latest = time.time() - SECONDS_TO_START
-        left = [(path, of.st_mtime) for path, of in found if of.st_uid == os.geteuid() and of.st_mtime < latest]
-        began = min(map(_began, _proxies()), default=latest) if left else latest
-        for path, written in left:
+        old_files = [(path, of.st_mtime) for path, of in files if of.st_uid == os.geteuid() and of.st_mtime < latest]
+        began = min(map(_began, _proxies()), default=latest) if old_files else latest
+        for path, written in old_files:
             if written < began - CLOCK_ERROR:
                 with suppress(OSError):
                     os.unlink(path)

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Iterable
 from typing import NamedTuple
 
 if __name__ == "__main__":
@@ -112,6 +113,89 @@ def _set_capabilities(own: int, inheritable: int) -> None:
     libc_call("capset", header, (ctypes.c_uint32 * 6)(own, own, inheritable, 0, 0, 0))
 
 
+# Programs under test import this module, and should not wait for `re` and `subprocess`.
+SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"),
+    *("/dev/null", "/dev/urandom"),  # not /dev/zero: mapped, it is memory that no process shows
+)
+MODULES = "bz2 ctypes hashlib lzma sqlite3 ssl zlib numpy"  # which load shared libraries
+LIBRARY = r".*\.(so(\.[\w.]+)?|a|la|o)"
+
+
+def visible_paths(packages: Iterable[str]) -> list[str]:
+    """Files and folders that this interpreter needs to run with the folders `packages`, none of them below another.
+
+    A virtual environment, or a folder in LD_LIBRARY_PATH, may be the folder of the user's project. So neither is shown
+    as a whole, but only the parts that Python reads.
+    """
+    packages = list(packages)
+    paths = outermost([*SYSTEM, *interpreter_paths(), *packages])
+    return outermost([*paths, *library_paths(loaded_libraries(packages), paths)])
+
+
+def outermost(places: Iterable[str]) -> list[str]:
+    """Those that exist and are not below another, by both names if there are links: files may refer to either."""
+    full = filter(os.path.isabs, places)
+    named = {name for place in full for name in (os.path.normpath(place), os.path.realpath(place))}
+    paths: list[str] = []
+    for name in sorted(named, key=len):
+        if os.path.exists(name) and not is_below(name, paths):
+            paths.append(name)
+    return paths
+
+
+def is_below(name: str, folders: list[str]) -> bool:
+    return any(name.startswith(f"{folder}/") for folder in folders)
+
+
+def interpreter_paths() -> list[str]:
+    """The interpreter, its standard library, and what says that it is in a virtual environment."""
+    modules = [os.path.dirname(os.__file__), *(path for path in sys.path if path.endswith("/lib-dynload"))]
+    # conda has the libraries of its packages in one folder, which they load when they need them
+    libraries = [f"{prefix}/lib" for prefix in (sys.base_prefix, sys.prefix) if os.path.isdir(f"{prefix}/conda-meta")]
+    return [sys.executable, f"{sys.prefix}/pyvenv.cfg", *modules, *libraries]
+
+
+def loaded_libraries(packages: list[str]) -> list[str]:
+    """Shared libraries of a Python process that has loaded `MODULES`, as its memory map names them."""
+    import subprocess
+
+    look = (
+        f"import sys; sys.path += {packages!r}\n"
+        f"for name in {MODULES!r}.split():\n"
+        "    try: __import__(name)\n"
+        "    except Exception: pass\n"
+        "    print(open('/proc/self/maps').read(), flush=True)\n"  # the next module may end the process
+    )
+    command = [sys.executable, "-I", "-S", "-c", look]
+    maps = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
+    files = {fields[5] for fields in (line.split(None, 5) for line in maps.splitlines()) if len(fields) == 6}
+    return sorted(file for file in files if file.startswith("/") and ".so" in file)
+
+
+def library_paths(files: list[str], shown: list[str]) -> list[str]:
+    """The libraries among `files` that are not below `shown`, by all names by which the loader may look for them.
+
+    A folder that has nothing but libraries stands for its libraries.
+    """
+    import re
+
+    searched = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), f"{sys.base_prefix}/lib"]
+    paths: list[str] = []
+    for file in files:
+        if is_below(file, shown):
+            continue
+        for folder in filter(os.path.isdir, {os.path.dirname(file), *filter(os.path.isabs, searched)}):
+            with os.scandir(folder) as entries:
+                libraries = {entry.name for entry in entries if entry.is_file() and re.fullmatch(LIBRARY, entry.name)}
+            names = [name for name in libraries if os.path.samefile(f"{folder}/{name}", file)]
+            if names and len(libraries) == len(os.listdir(folder)):
+                paths.append(folder)
+            else:
+                paths += [f"{folder}/{name}" for name in names]
+    return paths
+
+
 NO_NETWORK, NO_FILES, FILTERED = "network", "files", "filter"  # lines that the probe prints
 DIED = "the process that was to find out died"
 
@@ -140,18 +224,15 @@ def probe_isolation(*packages: str) -> Isolation:
 
     Starts processes, so call it before MPI starts.
     """
-    # programs under test import this module, and should not wait for these
     import subprocess
-
-    from hpcrl.sandbox.visible_files import visible_paths
 
     shown = visible_paths(packages)
     command = [sys.executable, "-I", "-S", __file__, *shown]
     probe = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     lines = probe.stdout.splitlines()
     reasons = [line for line in lines if line not in (NO_NETWORK, NO_FILES, FILTERED)]
-    found = Isolation(NO_NETWORK in lines, shown if NO_FILES in lines else [], FILTERED in lines)
-    return found if found.complete else found._replace(why_not=reasons[0] if reasons else DIED)
+    isolation = Isolation(NO_NETWORK in lines, shown if NO_FILES in lines else [], FILTERED in lines)
+    return isolation if isolation.complete else isolation._replace(why_not=reasons[0] if reasons else DIED)
 
 
 @functools.cache
@@ -159,8 +240,8 @@ def probe_in_child() -> Isolation:
     """As `probe_isolation`, for a process that uses MPI: a child of the fork server finds out."""
     from hpcrl.sandbox import fork_server
 
-    found: Isolation | None = fork_server.call(probe_isolation)
-    return found or Isolation(False, [], False, DIED)
+    isolation: Isolation | None = fork_server.call(probe_isolation)
+    return isolation or Isolation(False, [], False, DIED)
 
 
 def main(shown: list[str]) -> None:

@@ -1,4 +1,5 @@
-"""Mounts in a mount namespace of this process's own, which needs no privileges in a user namespace.
+"""Mounts in a mount namespace of this process's own, which needs no privileges in a user namespace, and paths in a
+folder that untrusted code, or an untrusted archive, has written to.
 
 Linux only, standard library only, as in process_tree.py.
 """
@@ -6,10 +7,10 @@ Linux only, standard library only, as in process_tree.py.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from hpcrl.sandbox.process_tree import libc_call
-from hpcrl.sandbox.untrusted_folder import made_below
 
 CLONE_NEWNS = 1 << 17
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
@@ -53,7 +54,7 @@ def show(sources: dict[str, int], root: str) -> None:
 
 def bind_mount(source: str, root: str, place: str) -> None:
     """Bind-mount a file or folder, with the mounts in it, at the path `place` below `root`, which is created."""
-    with made_below(root, place, is_folder=os.path.isdir(source)) as target:
+    with created_below(root, place, is_folder=os.path.isdir(source)) as target:
         libc_call("mount", os.fsencode(source), target.encode(), None, MS_BIND | MS_REC, None)
 
 
@@ -66,7 +67,7 @@ def mounts_in(root: str) -> list[tuple[str, int]]:
     with open(f"/proc/self/fdinfo/{file}") as info:
         (number,) = (line.split()[1] for line in info if line.startswith("mnt_id:"))
     os.close(file)
-    below, found = {number}, []
+    below, mounts = {number}, []
     with open("/proc/self/mountinfo", errors="surrogateescape") as table:
         for line in table:  # parents come first
             number, parent, _, _, path, options, *_ = line.split(" ")
@@ -74,8 +75,8 @@ def mounts_in(root: str) -> list[tuple[str, int]]:
                 below.add(number)
                 for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
                     path = path.replace(code, character)
-                found.append((path, sum(KEPT_FLAGS.get(option, 0) for option in options.split(","))))
-    return found
+                mounts.append((path, sum(KEPT_FLAGS.get(option, 0) for option in options.split(","))))
+    return mounts
 
 
 def mount_proc(root: str) -> None:
@@ -84,7 +85,7 @@ def mount_proc(root: str) -> None:
 
     Read-only, because files in /proc/sys are writable for a user who is root outside.
     """
-    with made_below(root, "/proc") as target:
+    with created_below(root, "/proc") as target:
         flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
         for options in (b"subset=pid", None):  # subset=pid from Linux 5.8 on
             with suppress(OSError):
@@ -101,3 +102,32 @@ def change_root(folder: str) -> None:
         os.chroot(".")  # on nodes that boot from memory; leaving a chroot needs privileges, which are given up
     else:
         detach(".")
+
+
+@contextmanager
+def created_below(root: str, place: str, *, is_folder: bool = True) -> Iterator[str]:
+    """Context with a name, which no link can change, of the file or folder `place` below `root`, which is created.
+
+    No link below `root` is followed. Raises OSError (ENOTDIR) if there is one in the place of a folder.
+    """
+    parts = [part for part in place.split("/") if part]
+    file = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    try:
+        for part in parts if is_folder else parts[:-1]:
+            with suppress(FileExistsError):
+                os.mkdir(part, 0o755, dir_fd=file)
+            file = _enter(file, part, os.O_DIRECTORY)
+        if not is_folder:
+            with suppress(FileExistsError):
+                os.close(os.open(parts[-1], os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=file))
+            file = _enter(file, parts[-1])
+        yield f"/proc/self/fd/{file}"
+    finally:
+        os.close(file)
+
+
+def _enter(folder: int, name: str, flags: int = 0) -> int:
+    """Open what is in a folder, without following a link, and close the folder."""
+    inside = os.open(name, os.O_PATH | os.O_NOFOLLOW | flags, dir_fd=folder)
+    os.close(folder)
+    return inside

@@ -54,10 +54,10 @@ def read_json_or(path: Path, absent: Any, root: Path | None = None) -> Any:
     """Contents of the file, which is inside `root`; `absent` if it is missing or damaged, or holds a value of another
     type."""
     try:
-        found = foreign_files.read_json(path, root)
+        value = foreign_files.read_json(path, root)
     except (OSError, ValueError):
         return absent
-    return found if isinstance(found, type(absent)) else absent
+    return value if isinstance(value, type(absent)) else absent
 
 
 def replace_json(path: Path, value: Any) -> None:

@@ -383,14 +383,14 @@ class ProcessPool:
         """Send a message, as `Connection.send_bytes`, and receive others meanwhile: a worker that is sending does not
         read. Raises OSError."""
         size = struct.pack("!i", len(message)) if len(message) < 2**31 else struct.pack("!iQ", -1, len(message))
-        pipe, left, poll = worker.pipe.fileno(), memoryview(size + message), select.poll()
+        pipe, rest, poll = worker.pipe.fileno(), memoryview(size + message), select.poll()
         poll.register(pipe, select.POLLIN | select.POLLOUT)
-        while left and worker in self._workers:
+        while rest and worker in self._workers:
             ready = poll.poll(STUCK_SECONDS * 1000)
             if not ready:
                 raise TimeoutError
             if ready[0][1] == select.POLLOUT:
-                left = left[os.write(pipe, left[:AHEAD_BYTES]) :]
+                rest = rest[os.write(pipe, rest[:AHEAD_BYTES]) :]
             else:
                 self._receive(worker)
 

@@ -63,21 +63,21 @@ def children_of(pid: int) -> list[int]:
 def descendants_of(pid: int, most: int | None = None) -> list[int]:
     """Process ids of children, their children and so on, nearest first. The search stops after more than `most`."""
     children = _children_lookup()
-    found = children(pid)
-    for member in found:
-        if most is not None and len(found) > most:
+    members = children(pid)
+    for member in members:
+        if most is not None and len(members) > most:
             break
-        found += children(member)
-    return found
+        members += children(member)
+    return members
 
 
 def usage_of(pid: int) -> tuple[int, int]:
     """Number of threads of a process, and its bytes in RAM or swap, shared pages in full; zeros if it has ended."""
-    found = _status(pid)
-    threads = int(found.get("Threads", 0))
-    if threads > 1 and "VmRSS" not in found:  # the main thread has ended
-        found = next((status for status in map(_status, _threads(pid)) if "VmRSS" in status), found)
-    return threads, sum(int(found.get(name, "0 kB").split()[0]) << 10 for name in ("VmRSS", "VmSwap"))
+    fields = _status(pid)
+    threads = int(fields.get("Threads", 0))
+    if threads > 1 and "VmRSS" not in fields:  # the main thread has ended
+        fields = next((status for status in map(_status, _threads(pid)) if "VmRSS" in status), fields)
+    return threads, sum(int(fields.get(name, "0 kB").split()[0]) << 10 for name in ("VmRSS", "VmSwap"))
 
 
 def proportional_bytes(pid: int) -> int:
@@ -111,12 +111,12 @@ def socket_bytes() -> int:
 
 def num_locks(pids: list[int], most: int) -> int:
     """Number of locks of parts of files that these processes have. The count stops after `most`."""
-    found, members = 0, set(map(str, pids))
+    count, members = 0, set(map(str, pids))
     for line in _lines("/proc/locks"):
-        found += line.split()[4] in members
-        if found > most:
+        count += line.split()[4] in members
+        if count > most:
             break
-    return found
+    return count
 
 
 def kill_tree(pid: int) -> None:
@@ -127,14 +127,14 @@ def kill_tree(pid: int) -> None:
     """
     stopped: dict[int, None] = {}
     groups: set[int] = set()
-    found = [pid]
-    while found:
-        for member in found:
+    members = [pid]
+    while members:
+        for member in members:
             groups |= _stop(member)
             stopped[member] = None
         # for all of them again, because a process may have been forking when it was stopped
         children = _children_lookup()
-        found = [child for member in stopped for child in children(member) if child not in stopped]
+        members = [child for member in stopped for child in children(member) if child not in stopped]
     others = {group for group in groups if group not in stopped and os.path.exists(f"/proc/{group}")}
     for target in (*(-group for group in groups - others), *stopped):
         _send(signal.SIGKILL, target)
@@ -201,14 +201,14 @@ def _children_lookup() -> Callable[[int], list[int]]:
 
 
 def _read_children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     for thread in _threads(pid):
         try:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
+                pids += map(int, file.read().split())
         except (FileNotFoundError, ProcessLookupError):
             pass
-    return found
+    return pids
 
 
 def _threads(pid: int) -> list[int]:
@@ -247,8 +247,8 @@ def process_runs(pid: int, started: int) -> bool | None:
         return False
     except PermissionError:
         pass
-    found = started_at(pid)
-    return None if found is None else found == started
+    began = started_at(pid)
+    return None if began is None else began == started
 
 
 def started_at(pid: int) -> int | None:

@@ -92,13 +92,13 @@ def check_no_mpi(what: str) -> None:
 
 def start_supervisor(file: str) -> subprocess.Popen[bytes]:
     """Start a supervisor, with pipes for its input and output, and none of this process's environment."""
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # for the interpreter
+    environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # for the interpreter
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", file],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd="/",
-        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"} | kept,
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"} | environment,
         start_new_session=True,
     )

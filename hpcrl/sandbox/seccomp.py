@@ -91,24 +91,24 @@ def filter_for(machine: str) -> list[Instruction]:
     if machine not in AUDIT_ARCH:
         raise OSError(ENOSYS, f"there is a seccomp filter for {' and '.join(AUDIT_ARCH)}, not for {machine}")
     # a number has another meaning in another ABI
-    found = [(LOAD, 0, 0, ABI), (EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
+    instructions = [(LOAD, 0, 0, ABI), (EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     if machine == "x86_64":
-        found += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
-    found += [(AT_LEAST, 0, 1, NEWEST + 1), (RETURN, 0, 0, ERROR | ENOSYS)]
+        instructions += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
+    instructions += [(AT_LEAST, 0, 1, NEWEST + 1), (RETURN, 0, 0, ERROR | ENOSYS)]
     deny = (RETURN, 0, 0, ERROR | EPERM)
     for call, argument, cases in DENIED_WITH:
         body: list[Instruction] = []
         for mask, value in cases:
             body += [(LOAD, 0, 0, ARGUMENTS + 8 * argument), (AND, 0, 0, mask), (EQUAL, 0, 1, value), deny]
-        found += [(EQUAL, 0, len(body) + 1, number(call, machine)), *body, (RETURN, 0, 0, ALLOW)]
+        instructions += [(EQUAL, 0, len(body) + 1, number(call, machine)), *body, (RETURN, 0, 0, ALLOW)]
     for call, argument, value in DENIED_UNLESS:
-        found += [(EQUAL, 0, 4, number(call, machine)), (LOAD, 0, 0, ARGUMENTS + 8 * argument)]
-        found += [(EQUAL, 1, 0, value), deny, (RETURN, 0, 0, ALLOW)]
+        instructions += [(EQUAL, 0, 4, number(call, machine)), (LOAD, 0, 0, ARGUMENTS + 8 * argument)]
+        instructions += [(EQUAL, 1, 0, value), deny, (RETURN, 0, 0, ALLOW)]
     for calls, error in ((ABSENT, ENOSYS), *((calls, EPERM) for calls in DENIED.values())):
         for which in (number(call, machine) for call in calls.split(", ")):
             if which >= 0:
-                found += [(EQUAL, 0, 1, which), (RETURN, 0, 0, ERROR | error)]
-    return [*found, (RETURN, 0, 0, ALLOW)]
+                instructions += [(EQUAL, 0, 1, which), (RETURN, 0, 0, ERROR | error)]
+    return [*instructions, (RETURN, 0, 0, ALLOW)]
 
 
 def install() -> None:

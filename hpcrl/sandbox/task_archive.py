@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, cast
 
 from hpcrl.sandbox.foreign_files import ForeignFileError, open_file, printable
-from hpcrl.sandbox.untrusted_folder import made_below
+from hpcrl.sandbox.mounts import created_below
 
 log = logging.getLogger(__name__)
 
@@ -113,10 +113,10 @@ def _why_not(entry: tarfile.TarInfo) -> tuple[str, str] | None:
 def _make(entry: tarfile.TarInfo, entries: tarfile.TarFile, reader: _Reader, draft: str) -> None:
     *parents, name = _parts(entry.name) or [""]
     if entry.isdir():
-        with made_below(draft, entry.name if name else "") as made:
-            os.chmod(made, entry.mode & 0o777 | 0o700)
+        with created_below(draft, entry.name if name else "") as subfolder:
+            os.chmod(subfolder, entry.mode & 0o777 | 0o700)
         return
-    with made_below(draft, "/".join(parents)) as parent:
+    with created_below(draft, "/".join(parents)) as parent:
         path = f"{parent}/{name}"
         with suppress(FileNotFoundError):
             os.unlink(path)  # of two with one name the last one counts
@@ -124,7 +124,7 @@ def _make(entry: tarfile.TarInfo, entries: tarfile.TarFile, reader: _Reader, dra
             os.symlink(entry.linkname, path)
         elif entry.islnk():
             *above, target = _parts(entry.linkname)
-            with made_below(draft, "/".join(above)) as folder:
+            with created_below(draft, "/".join(above)) as folder:
                 if not stat.S_ISREG(os.lstat(f"{folder}/{target}").st_mode):
                     raise FileNotFoundError(ENOENT, entry.linkname)
                 os.link(f"{folder}/{target}", path, follow_symlinks=False)
@@ -173,9 +173,9 @@ def _draft(folder: Path) -> Iterator[str]:
         os.mkdir(place, 0o700)
     with _locked(place):
         try:
-            if left := os.listdir(place):
-                log.warning("%s: removed; an unpacking that was killed had left %d entries", place, len(left))
-                for name in left:
+            if leftovers := os.listdir(place):
+                log.warning("%s: removed; an unpacking that was killed had left %d entries", place, len(leftovers))
+                for name in leftovers:
                     path = f"{place}/{name}"
                     shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
             yield place

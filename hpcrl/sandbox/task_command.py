@@ -87,10 +87,10 @@ class Session:
 
         Dropped output is read once per tick, because a process that writes without end would keep this one busy.
         """
-        left = Child(0, {pipe: OutputEnds(0) for pipe in self._dropped})
+        leftover = Child(0, {pipe: OutputEnds(0) for pipe in self._dropped})
         ready: list[int] = []
         while requests not in ready:
-            left.read(list(left.open))
+            leftover.read(list(leftover.open))
             has_processes = self.has_processes
             if has_processes and excess(self._most_processes, self._most_memory):
                 self.end()
@@ -98,8 +98,8 @@ class Session:
             ready, _, _ = select.select([requests, self._wake], [], [], pause)
             if self._wake in ready:
                 os.read(self._wake, 256)
-            left.reap()
-        self._keep(left.open)
+            leftover.reap()
+        self._keep(leftover.open)
 
     def end(self) -> None:
         """Kill all processes, and wait until they have ended."""

@@ -21,11 +21,10 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from hpcrl.sandbox import fork_server
-from hpcrl.sandbox.isolation import DIED
+from hpcrl.sandbox.isolation import DIED, visible_paths
 from hpcrl.sandbox.program import SandboxUnavailable, check_no_mpi, start_supervisor
 from hpcrl.sandbox.task_files import WORKSPACE
 from hpcrl.sandbox.task_supervisor import HOME
-from hpcrl.sandbox.visible_files import visible_paths
 
 Fate = Literal["ok", "error", "timeout", "memory", "processes", "killed"]
 
@@ -155,8 +154,8 @@ class TaskSandbox:
         variables = {"PATH": self._path, "HOME": HOME, "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
         variables |= {"TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"}
         variables |= {name: str(value) for name, value in (environment or {}).items()}
-        found = self._request("run", given, folder, variables, stdin, timeout, seconds=timeout)
-        excess, code, head, tail, left_out = found
+        reply = self._request("run", given, folder, variables, stdin, timeout, seconds=timeout)
+        excess, code, head, tail, left_out = reply
         output = head + (f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b"") + tail
         return Ran(excess or ("error" if code else "ok"), code, output.decode("utf-8", "replace"), left_out)
 
@@ -277,16 +276,16 @@ def probe_sandbox() -> Availability:
         return Availability(str(error))
 
 
-def require(found: Availability | None = None) -> None:
+def require(availability: Availability | None = None) -> None:
     """Raise SandboxUnavailable, an error of the user in one line, if this machine cannot have such sandboxes.
 
-    For the start of a job that needs them. found: of `probe_sandbox`; None, in a process that uses MPI: a child of the
-    fork server finds out.
+    For the start of a job that needs them. availability: of `probe_sandbox`; None, in a process that uses MPI: a child
+    of the fork server finds out.
     """
-    found = found or fork_server.call(probe_sandbox) or Availability(DIED)
-    if found.why_not:
+    availability = availability or fork_server.call(probe_sandbox) or Availability(DIED)
+    if availability.why_not:
         raise SandboxUnavailable(
-            f"this machine cannot run tasks in sandboxes ({found.why_not}); {NEEDED} (`hpcrl check`)"
+            f"this machine cannot run tasks in sandboxes ({availability.why_not}); {NEEDED} (`hpcrl check`)"
         )
 
 

@@ -111,8 +111,8 @@ class Supervisor:
             self.end_processes()
             self._watcher = Watcher(self.limits, self._serve)
             reply = self._watcher.request(*request)
-        found, self._are_left = reply or KILLED
-        return found
+        result, self._are_left = reply or KILLED
+        return result
 
     def settle(self) -> None:
         """Call it after the reply to a request, because it takes as long as a short command."""
@@ -139,9 +139,9 @@ class Supervisor:
             except EOFError:
                 return
             execute = partial(self._execute, command, folder, environment)
-            found = session.run(execute, seconds, self.limits["output_kb"] * 1024, stdin)
+            result = session.run(execute, seconds, self.limits["output_kb"] * 1024, stdin)
             are_left = session.has_processes
-            write_all(replies, marshal.dumps((found, are_left)))
+            write_all(replies, marshal.dumps((result, are_left)))
 
     @staticmethod
     def _execute(command: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
@@ -161,10 +161,10 @@ class Supervisor:
             if not stat.S_ISREG(mode):
                 raise OSError(EISDIR if stat.S_ISDIR(mode) else EPERM, "")
             with open(file, "rb") as reader, open(1, "wb") as writer:
-                left = most
-                while part := reader.read(min(left + 1, MB)):
-                    left -= len(part)
-                    if left < 0:
+                room = most
+                while part := reader.read(min(room + 1, MB)):
+                    room -= len(part)
+                    if room < 0:
                         raise OSError(EFBIG, "")
                     writer.write(part)
 
@@ -221,9 +221,9 @@ class Supervisor:
             write_all(replies, marshal.dumps((session.run(act, seconds, output, b""), False)))
 
         watcher = Watcher(self.limits, serve)
-        found, _ = watcher.request()
+        result, _ = watcher.request()
         watcher.end()
-        return found
+        return result
 
 
 def write_all(pipe: BinaryIO, data: bytes) -> None:

@@ -105,8 +105,8 @@ def watch(child: Child[Any], wake: int, seconds: float, processes: int, memory: 
         if now >= end:
             return "timeout"
         if now >= next_check:
-            if (found := excess(processes, memory)) is not None:
-                return found
+            if (why := excess(processes, memory)) is not None:
+                return why
             next_check = now + TICK_SECONDS
         ready, _, _ = select.select([wake, *child.open], [], [], min(end, next_check) - now)
         if wake in ready and process_tree.END in os.read(wake, 256):

@@ -110,11 +110,11 @@ def _open_stream(number: int, name: str) -> None:
     setattr(sys, name, open(number, "w", encoding="utf-8", errors=ERRORS, closefd=False))
 
 
-def _close_all_but(kept: tuple[int, ...]) -> None:
+def _close_all_but(files: tuple[int, ...]) -> None:
     """Close all files but `kept` and the standard ones, so that pipes are closed when the worker ends."""
     for name in os.listdir("/proc/self/fd"):
         file = int(name)
-        if file > 2 and file not in kept:
+        if file > 2 and file not in files:
             with contextlib.suppress(OSError):
                 os.close(file)
 
@@ -188,8 +188,8 @@ class Surroundings:
 
     def restore(self) -> None:
         os.chdir(self._folder)
-        for number, kept in enumerate(self._streams):
-            os.dup2(kept, number)
+        for number, saved in enumerate(self._streams):
+            os.dup2(saved, number)
         for number, name in ((1, "stdout"), (2, "stderr")):
             if getattr(sys, name).closed:
                 _open_stream(number, name)
@@ -214,8 +214,8 @@ def kill_leftovers() -> None:
         if orphan != me:
             process_tree.kill_tree(orphan)
     if children := process_tree.children_of(me):
-        kept = {process.pid for process in multiprocessing.active_children()}
-        for child in set(children) - kept:
+        pool_processes = {process.pid for process in multiprocessing.active_children()}
+        for child in set(children) - pool_processes:
             process_tree.kill_tree(child)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, 0)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow.parquet
 import pytest
 
-from hpcrl import cli
+from hpcrl import cli, data
 from hpcrl.config.schema import DataConfig
+from hpcrl.data import downloaded, drawn, source
 from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.conversations import Conversations
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.source import all_sources
-from hpcrl.data.sources import downloaded, drawn
 from hpcrl.rewards.registry import scorer_for
 from tests.data.published import PUBLISHED, SHOPS, preference_row, shop_rows, write_jsonl, write_parquet
 from tests.geometry import picture
@@ -328,3 +330,14 @@ def test_two_datasets_of_one_name_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(drawn.SOURCES, "gsm8k", drawn.SOURCES["sums"])
     with pytest.raises(ValueError, match=r"drawn\.py: another file has the datasets gsm8k, too"):
         all_sources()
+
+
+def test_a_file_of_a_user_declares_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sources").mkdir()
+    own = "from hpcrl.data import drawn\nSOURCES = {'shop': drawn.SOURCES['sums']}\n"
+    (tmp_path / "sources" / "shop.py").write_text(own)
+    monkeypatch.setattr(source, "FOLDER", tmp_path)
+    monkeypatch.setattr(data, "__path__", [*data.__path__, str(tmp_path)])
+    with patch.dict(sys.modules):
+        sys.modules.pop("hpcrl.data.sources", None)
+        assert all_sources()["shop"] == drawn.SOURCES["sums"]

@@ -115,7 +115,7 @@ def processor(tokenizer: Any, folders: dict[bool, str]) -> Any:
 
 
 def patches_of(data: Dataset, images: ImageProcessor, row: int, index: int) -> np.ndarray:
-    return ImageLoader(data, images, 0).take(row, index)
+    return ImageLoader(data, images, 0).take_patches(row, index)
 
 
 @pytest.fixture(scope="module")
@@ -782,7 +782,7 @@ def test_loader(tmp_path: Path, tokenizer: Any, processor: Any, num_workers: int
         loader.submit(pictures_of(data, [3, 1]))
         for number in (1, 0, 3, 2, 3):  # 2 was not submitted, 3 is taken twice
             for index, image in enumerate((pictures[number], pictures[0])):
-                assert np.array_equal(loader.take(number, index), images.patches(image)[0])
+                assert np.array_equal(loader.take_patches(number, index), images.patches(image)[0])
     finally:
         loader.close()
         loader.close()
@@ -808,7 +808,7 @@ def test_pictures_are_loaded_ahead(
         for number, image in enumerate((pictures[3], pictures[2])):
             assert np.array_equal(column.values.row(number), images.patches(image)[0].ravel())
         with pytest.raises(AttributeError):
-            loader.take(1, 0)
+            loader.take_patches(1, 0)
     finally:
         loader.close()
 
@@ -824,11 +824,11 @@ def test_a_loader_whose_processes_fail(tmp_path: Path, tokenizer: Any, processor
         path.unlink()
         loader.submit(pictures_of(data, [0, 1]))
         with pytest.raises(InputError, match=r"row 0: item 0: found no file .*; it was readable when the job started"):
-            loader.take(0, 0)
-        assert loader.take(1, 0).shape == (24, 1176)
+            loader.take_patches(0, 0)
+        assert loader.take_patches(1, 0).shape == (24, 1176)
         for worker in loader._pool._workers:
             os.kill(worker.pid, signal.SIGKILL)
         loader.submit(pictures_of(data, [1]))
-        assert loader.take(1, 0).shape == (24, 1176)
+        assert loader.take_patches(1, 0).shape == (24, 1176)
     finally:
         loader.close()

@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from hpcrl import cli
+from hpcrl.data.drawn import COLOURS, SIDE
 from hpcrl.data.prepare import draw_rows
 from hpcrl.data.source import all_sources
-from hpcrl.data.sources.drawn import COLOURS, SIDE
 from hpcrl.rewards.registry import scorer_for
 
 TASKS = ("count_squares", "left_of", "two_digits", "maze")

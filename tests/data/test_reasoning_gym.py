@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.data.drawn import Task, mixed_tasks, task_of
 from hpcrl.data.row_file import RowFile
-from hpcrl.data.sources.reasoning_gym import Task, mixture, task_of
 from hpcrl.rewards.registry import rule_for
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.isolation import probe_isolation
@@ -44,7 +44,7 @@ def test_tasks_on_the_command_line() -> None:
 @pytest.mark.skipif(find_spec("reasoning_gym") is not None, reason="the package is installed")
 def test_without_the_package() -> None:
     with pytest.raises(InputError, match=r"pip install 'hpcrl\[reasoning-gym\]'"):
-        mixture(argparse.Namespace(tasks=[task_of("chain_sum")], seed=0))
+        mixed_tasks(argparse.Namespace(tasks=[task_of("chain_sum")], seed=0))
     with pytest.raises(
         InputError, match=r"reasoning-gym, which is not installed; pip install 'hpcrl\[reasoning-gym\]'"
     ):

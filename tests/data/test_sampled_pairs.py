@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.data.command import pairs_of_samples
 from hpcrl.data.row_file import RowFile
-from hpcrl.data.split import pairs_of_samples
 from hpcrl.runtime.exits import InputError
 
 

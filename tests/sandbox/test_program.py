@@ -196,9 +196,8 @@ def test_the_network_processes_files_and_sockets_are_out_of_reach(tmp_path: Path
 SHOWN = """
 import os, sys
 from hpcrl.sandbox import isolation, mounts, process_tree
-from hpcrl.sandbox.visible_files import visible_paths
 pivot, package = sys.argv[1:]
-places = visible_paths([package])
+places = isolation.visible_paths([package])
 isolation.unshare_namespaces()
 if os.fork():
     os.wait()

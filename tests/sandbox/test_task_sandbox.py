@@ -22,8 +22,8 @@ import pytest
 from hpcrl.sandbox import task_sandbox
 from hpcrl.sandbox.program import SandboxUnavailable
 from hpcrl.sandbox.task_command import MOST_DROPPED
+from hpcrl.sandbox.task_files import MAX_LAYERS
 from hpcrl.sandbox.task_sandbox import HOME, Limits, SandboxLost, TaskSandbox
-from hpcrl.sandbox.writable_files import MAX_LAYERS
 from tests.processes import alive, with_argument
 from tests.sandbox.test_program import REPOSITORY, WITHOUT
 from tools import sandbox_attacks

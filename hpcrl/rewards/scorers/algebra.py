@@ -71,15 +71,15 @@ def value(text: str, point: str = POINTS[0]) -> Decimal:
         raise NotAnExpression(f"{len(text)} characters; at most {MAX_LENGTH}")
     parser = _Parser(tokens(text), point)
     with decimal.localcontext(CONTEXT):
-        found = parser.sum(0)
+        result = parser.sum(0)
     if parser.place < len(parser.tokens):
         raise NotAnExpression(f"{parser.tokens[parser.place]!r} not expected")
-    return found
+    return result
 
 
 def tokens(text: str) -> list[str]:
     """Numbers, names and operators; a name of several letters is their product: `xy`, `x2`."""
-    found: list[str] = []
+    parts: list[str] = []
     place = 0
     text = text.rstrip()
     while place < len(text):
@@ -88,11 +88,11 @@ def tokens(text: str) -> list[str]:
             raise NotAnExpression(f"{text[place]!r} at {place}")
         name = token[2]
         if name and not is_one_name(name):
-            found += re.findall(r"[0-9]+|[^0-9]", name)
+            parts += re.findall(r"[0-9]+|[^0-9]", name)
         else:
-            found.append(token[token.lastindex or 0])
+            parts.append(token[token.lastindex or 0])
         place = token.end()
-    return found
+    return parts
 
 
 def is_one_name(name: str) -> bool:
@@ -135,11 +135,11 @@ class _Parser:
         return self.tokens[self.place - 1]
 
     def sum(self, depth: int) -> Decimal:
-        found = self.product(depth)
+        total = self.product(depth)
         while operator := self.accept("+", "-"):
             right = self.product(depth)
-            found = found + right if operator == "+" else found - right
-        return found
+            total = total + right if operator == "+" else total - right
+        return total
 
     def product(self, depth: int) -> Decimal:
         found = self.signed(depth)
@@ -163,8 +163,8 @@ class _Parser:
         if depth > MAX_DEPTH:
             raise NotAnExpression(f"nested deeper than {MAX_DEPTH}")
         if sign := self.accept("+", "-"):
-            found = self.signed(depth + 1)
-            return -found if sign == "-" else found
+            operand = self.signed(depth + 1)
+            return -operand if sign == "-" else operand
         return self.power(depth)
 
     def power(self, depth: int) -> Decimal:
@@ -194,10 +194,10 @@ class _Parser:
         return letter(token, self.point)
 
     def inside(self, depth: int) -> Decimal:
-        found = self.sum(depth + 1)
+        result = self.sum(depth + 1)
         if not self.accept(")"):
             raise NotAnExpression("no ')'")
-        return found
+        return result
 
 
 def factorial(number: Decimal, step: int) -> Decimal:

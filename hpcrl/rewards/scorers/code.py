@@ -71,11 +71,11 @@ def tests(value: Any) -> dict[str, Any]:
     """{"inputs": [...], "outputs": [...]} as dict or JSON, texts for standard input and output; with "fn_name", lines
     of JSON arguments and a JSON result of that function, or method of `class Solution`."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
-        inputs, outputs = found["inputs"], found["outputs"]
+        cases = json.loads(value) if isinstance(value, str) else value
+        inputs, outputs = cases["inputs"], cases["outputs"]
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0:
             list(map(lines, [*inputs, *outputs]))
-            return found
+            return cases
     except (TypeError, ValueError, KeyError, RecursionError):
         pass
     raise ValueError("expected {inputs: [...], outputs: [...]} of one length, texts, or its JSON text")
@@ -119,12 +119,12 @@ def compute_score(
 
 def tests_with_output(value: Any) -> dict[str, Any]:
     """`tests`, without those whose output is empty: each program that prints nothing passes them."""
-    found = tests(value)
-    cases = [case for case in zip(found["inputs"], found["outputs"], strict=True) if lines(case[1]).strip()]
+    all_tests = tests(value)
+    cases = [case for case in zip(all_tests["inputs"], all_tests["outputs"], strict=True) if lines(case[1]).strip()]
     if not cases:
         raise ValueError("expected a test whose output is not empty")
     inputs, outputs = map(list, zip(*cases, strict=True))
-    return found | {"inputs": inputs, "outputs": outputs}
+    return all_tests | {"inputs": inputs, "outputs": outputs}
 
 
 @reads(tests_with_output)
@@ -146,13 +146,13 @@ def function_passes(program: str, method: str, inputs: list[str], outputs: list[
     mark = secrets.token_hex(16)  # the program cannot guess it: what it prints is not a result
     limits = limits_for(FUNCTION_SECONDS, outputs)
     ran = run_python(source_of(program, method, mark), json.dumps(inputs), limits, best_effort=best_effort)
-    found = [part.partition("\n")[0] for part in ran.stdout.split(mark)[1:]]
-    if ran.fate != "ok" or len(found) != len(outputs):
+    results = [part.partition("\n")[0] for part in ran.stdout.split(mark)[1:]]
+    if ran.fate != "ok" or len(results) != len(outputs):
         return False
     try:
         return all(
             same_value(untagged(json.loads(result)), json.loads(expected))
-            for result, expected in zip(found, outputs, strict=True)
+            for result, expected in zip(results, outputs, strict=True)
         )
     except (ValueError, TypeError, RecursionError):  # the program wrote results of its own
         return False
@@ -170,37 +170,37 @@ def source_of(program: str, method: str | None, mark: str) -> str:
 
 def same_output(output: str, expected: str) -> bool:
     """Equal but for space around lines, or for blank lines; or numbers, one on a line, that are close."""
-    found = output.splitlines()
-    if expected.strip() in ("\n".join(found).strip(), "\n".join(line.strip() for line in found).strip()):
+    output_lines = output.splitlines()
+    if expected.strip() in ("\n".join(output_lines).strip(), "\n".join(line.strip() for line in output_lines).strip()):
         return True
-    wanted = [line.strip() for line in expected.split("\n") if line]
-    found_lines = [line for line in found if line]
-    return wanted in (found, found_lines) or close(found_lines, wanted)
+    expected_lines = [line.strip() for line in expected.split("\n") if line]
+    filled_lines = [line for line in output_lines if line]
+    return expected_lines in (output_lines, filled_lines) or close(filled_lines, expected_lines)
 
 
-def close(found: list[str], wanted: list[str]) -> bool:
+def close(given: list[str], expected: list[str]) -> bool:
     """Numbers, not all of them whole, that agree as numpy.allclose has it."""
-    if len(found) != len(wanted) or all(a.isdigit() and b.isdigit() for a, b in zip(found, wanted, strict=True)):
+    if len(given) != len(expected) or all(a.isdigit() and b.isdigit() for a, b in zip(given, expected, strict=True)):
         return False
     try:
-        pairs = [(float(a), float(b)) for a, b in zip(found, wanted, strict=True)]
+        pairs = [(float(a), float(b)) for a, b in zip(given, expected, strict=True)]
     except ValueError:
         return False
     return all(a == b or (math.isfinite(b) and abs(a - b) <= ABSOLUTE + RELATIVE * abs(b)) for a, b in pairs)
 
 
-def same_value(found: Any, expected: Any) -> bool:
+def same_value(result: Any, expected: Any) -> bool:
     """Equal to the expected value or to its first element; keys that JSON made texts are whole numbers again."""
     expected = whole_keys(expected)
-    if isinstance(found, tuple):
-        found = list(found)
-    if found == expected:
+    if isinstance(result, tuple):
+        result = list(result)
+    if result == expected:
         return True
     if not isinstance(expected, list) or not expected:
         return False
-    if found == expected[0]:
+    if result == expected[0]:
         return True
-    rows = found if isinstance(found, list) and found and isinstance(found[0], tuple) else []
+    rows = result if isinstance(result, list) and result and isinstance(result[0], tuple) else []
     return all(isinstance(row, (list, tuple)) for row in rows) and list(map(list, rows)) == expected[0] != []
 
 

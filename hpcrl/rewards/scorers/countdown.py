@@ -139,17 +139,17 @@ def compute_score(
     target, numbers = ground_truth["target"], Counter(ground_truth["numbers"])
     if OPEN in solution_str:
         answer = last_answer(solution_str)
-        found = None if answer is None else evaluate_chat(answer)
+        evaluation = None if answer is None else evaluate_chat(answer)
         formatted = answer is not None
     else:
         finish_reason = (extra_info or {}).get("finish_reason", "stop")
         short = SHORT_ANSWER.fullmatch(solution_str) if finish_reason == "stop" else None
         answer = short[1] if short else None
-        found = None if answer is None else evaluation_or_none(answer)
-        formatted = found is not None
-    right = found is not None and found.value == target and Counter(found.numbers) == numbers
+        evaluation = None if answer is None else evaluation_or_none(answer)
+        formatted = evaluation is not None
+    right = evaluation is not None and evaluation.value == target and Counter(evaluation.numbers) == numbers
     scored = {"score": 1.0 if right else format_score * formatted, "acc": float(right), "format": float(formatted)}
-    return limits.marked(scored, answer, MAX_LENGTH, MAX_DEPTH) if found is None else scored
+    return limits.marked(scored, answer, MAX_LENGTH, MAX_DEPTH) if evaluation is None else scored
 
 
 def evaluate_chat(answer: str) -> Evaluation | None:

@@ -134,17 +134,17 @@ def same_answer(answer: str, truth: str, flavour: Flavour) -> bool:
     """
     if math_form(answer, flavour) == math_form(truth, flavour):
         return True
-    found, expected = plain(answer, flavour), plain(truth, flavour)
-    if found == expected:
+    given, expected = plain(answer, flavour), plain(truth, flavour)
+    if given == expected:
         return True
-    if not found:
+    if not given:
         return False
-    found_parts, expected_parts = parts(found), parts(expected)
-    if len(found_parts) != len(expected_parts):
+    given_parts, expected_parts = parts(given), parts(expected)
+    if len(given_parts) != len(expected_parts):
         return False
-    if len(expected_parts) > 1 and (found[0], found[-1]) != (expected[0], expected[-1]):
+    if len(expected_parts) > 1 and (given[0], given[-1]) != (expected[0], expected[-1]):
         return False
-    return all(map(same_element, found_parts, expected_parts))
+    return all(map(same_element, given_parts, expected_parts))
 
 
 def math_form(answer: str, flavour: Flavour) -> str:
@@ -222,16 +222,16 @@ def parts(text: str) -> list[str]:
     return [text]
 
 
-def same_element(found: str, expected: str) -> bool:
-    if FRACTION.match(found) and FRACTION.match(expected):
-        return found == expected
-    if (whole_number(without_thousands(found)) is None) != (whole_number(without_thousands(expected)) is None):
+def same_element(given: str, expected: str) -> bool:
+    if FRACTION.match(given) and FRACTION.match(expected):
+        return given == expected
+    if (whole_number(without_thousands(given)) is None) != (whole_number(without_thousands(expected)) is None):
         return False
-    difference = f"({expected})-({found})"
+    difference = f"({expected})-({given})"
     letters = {sign for sign in difference.replace("sqrt", "").replace("frac", "") if sign.isalpha()}
     if len(letters) > 2 or TOWERS.search(difference):
         return False
-    return algebra.equal(found.replace("^", "**"), expected.replace("^", "**"))
+    return algebra.equal(given.replace("^", "**"), expected.replace("^", "**"))
 
 
 NO_ANSWER = "None"

@@ -51,14 +51,14 @@ def is_over(text: str, max_length: int, max_depth: int) -> bool:
 
 def depth(text: str) -> int:
     """How deep brackets of all kinds are nested."""
-    found = level = 0
+    deepest = level = 0
     for character in text:
         if character in OPENING:
             level += 1
-            found = max(found, level)
+            deepest = max(deepest, level)
         elif character in CLOSING:
             level = max(level - 1, 0)
-    return found
+    return deepest
 
 
 def check(text: str, max_length: int, max_depth: int, max_bits: float) -> None:
@@ -95,16 +95,16 @@ def _bits(tokens: list[str], most: float) -> float:
 
 def _power(tokens: list[str], most: float) -> float:
     """An item, with the signs of factorials and the exponents that follow it."""
-    found = _item(tokens, most)
+    bits = _item(tokens, most)
     while tokens and tokens[-1][0] == "!":
         tokens.pop()
-        found = 2 ** min(found, LARGEST) * max(found, 1.0)
+        bits = 2 ** min(bits, LARGEST) * max(bits, 1.0)
     if tokens and tokens[-1] in ("^", "**"):
         tokens.pop()
-        found = max(found, 0.0) * 2 ** min(_power(tokens, most) if tokens else 0.0, LARGEST)
-    if found > most:
+        bits = max(bits, 0.0) * 2 ** min(_power(tokens, most) if tokens else 0.0, LARGEST)
+    if bits > most:
         raise OverLimits(f"a number of more than {most:g} bits")
-    return found
+    return bits
 
 
 def _item(tokens: list[str], most: float) -> float:
@@ -132,10 +132,10 @@ def cpu_seconds(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise OutOfTime
 
-    kept = signal.signal(signal.SIGPROF, stop)
+    previous = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)  # again, where the body has caught it
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, kept)
+        signal.signal(signal.SIGPROF, previous)

@@ -185,10 +185,10 @@ def math_dapo(
     if strict_box_verify:
         return result(boxed == ground_truth, boxed)
     answers = ANSWER.findall(text)
-    found = minerva_form(answers[-1]) if answers else NO_ANSWER
-    if found == NO_ANSWER and boxed is not None:
+    answer = minerva_form(answers[-1]) if answers else NO_ANSWER
+    if answer == NO_ANSWER and boxed is not None:
         return result(boxed == ground_truth, boxed)
-    return result(found == minerva_form(ground_truth), found)
+    return result(answer == minerva_form(ground_truth), answer)
 
 
 def result(right: bool, pred: str | None) -> dict[str, float | str | bool | None]:
@@ -242,8 +242,8 @@ def math_verify(data_source: str, solution_str: str, ground_truth: str, **_: Any
             return limits.stopped("over_limits")
         with limits.cpu_seconds(SECONDS):
             golden = parse(rf"\boxed{{{ground_truth}}}", (latex(),))
-            found = parse(solution_str, (expression(), latex()))
-            return float(any(verify(truth, answer) for answer in found for truth in golden))
+            answers = parse(solution_str, (expression(), latex()))
+            return float(any(verify(truth, answer) for answer in answers for truth in golden))
     except limits.OverLimits:
         return limits.stopped("over_limits")
     except limits.OutOfTime:

@@ -79,9 +79,9 @@ def last_box(text: str) -> str | None:
     return text[text.find("{", start) + 1 : end].strip() if end >= 0 else None
 
 
-def same_numbers(found: str, expected: str, pi: float = math.pi, depth: int = 0) -> bool:
+def same_numbers(answer: str, expected: str, pi: float = math.pi, depth: int = 0) -> bool:
     """Equal as text, as numbers to 1e-4 (as they are, or one as a percentage), or element by element."""
-    left, right = number_or_text(found, pi), number_or_text(expected, pi)
+    left, right = number_or_text(answer, pi), number_or_text(expected, pi)
     if isinstance(left, str):
         left = left[:MAX_CHARACTERS]
     if isinstance(left, str) and isinstance(right, str):
@@ -95,43 +95,43 @@ def same_numbers(found: str, expected: str, pi: float = math.pi, depth: int = 0)
     return same_texts(str(left).strip(), str(right).strip(), depth)
 
 
-def same_texts(found: str, expected: str, depth: int) -> bool:
+def same_texts(answer: str, expected: str, depth: int) -> bool:
     for interval, brackets in INTERVALS:
-        if interval.match(found):
-            found = interval.sub(brackets, found)
+        if interval.match(answer):
+            answer = interval.sub(brackets, answer)
             break
-    if without_brackets(found, expected):
+    if without_brackets(answer, expected):
         return True
     if not expected or depth > MAX_DEPTH:
         return False
-    if found and found[0] in "([" and found[-1] in ")]" and (found[0], found[-1]) == (expected[0], expected[-1]):
-        if same_lists(found[1:-1].split(","), expected[1:-1].split(","), depth):
+    if answer and answer[0] in "([" and answer[-1] in ")]" and (answer[0], answer[-1]) == (expected[0], expected[-1]):
+        if same_lists(answer[1:-1].split(","), expected[1:-1].split(","), depth):
             return True
-    if "," in found and "," in expected:
-        left, right = found.split(","), expected.split(",")
+    if "," in answer and "," in expected:
+        left, right = answer.split(","), expected.split(",")
         if len(left) == len(right):
             return same_lists([part.strip() for part in left], [part.strip() for part in right], depth)
-    point = POINT.match(found)
+    point = POINT.match(answer)
     if point and expected[0] == "(" and expected[-1] == ")":
         if same_lists(point[1].split(","), expected[1:-1].split(","), depth):
             return True
     return False
 
 
-def same_lists(found: list[str], expected: list[str], depth: int) -> bool:
-    if len(found) != len(expected):
+def same_lists(answers: list[str], expected: list[str], depth: int) -> bool:
+    if len(answers) != len(expected):
         return False
-    return all(same_numbers(a, b, depth=depth + 1) for a, b in zip(found, expected, strict=True))
+    return all(same_numbers(a, b, depth=depth + 1) for a, b in zip(answers, expected, strict=True))
 
 
-def without_brackets(found: str, expected: str) -> bool:
+def without_brackets(answer: str, expected: str) -> bool:
     """Equal but for brackets that one of the two may lack."""
-    if (found.startswith("[") and found.endswith("]") and not expected.startswith("(")) or (
-        found.startswith("(") and found.endswith(")") and not expected.startswith("[")
+    if (answer.startswith("[") and answer.endswith("]") and not expected.startswith("(")) or (
+        answer.startswith("(") and answer.endswith(")") and not expected.startswith("[")
     ):
-        found, expected = found.strip("[]()"), expected.strip("[]()")
+        answer, expected = answer.strip("[]()"), expected.strip("[]()")
     no_brackets = str.maketrans("", "", "{}()")
-    return found.translate(no_brackets) == expected.translate(no_brackets)
+    return answer.translate(no_brackets) == expected.translate(no_brackets)
 
 
 def number_or_text(text: str, pi: float) -> float | str:

@@ -72,5 +72,5 @@ def evaluates(task: str) -> bool:
 def isolated_score(task: str, answer: str, entry: dict[str, Any], *, best_effort: bool) -> float:
     mark = secrets.token_hex(16)
     ran = run_python(PROGRAM, json.dumps([task, answer, entry, mark]), best_effort=best_effort)
-    _, printed, found = ran.stdout.rpartition(mark)
-    return min(max(float(found), 0.0), 1.0) if printed and ran.fate == "ok" else 0.0
+    _, printed, score = ran.stdout.rpartition(mark)
+    return min(max(float(score), 0.0), 1.0) if printed and ran.fate == "ok" else 0.0

@@ -42,10 +42,10 @@ def gsm8k(
     if not numbers:
         return 0.0
     if method == "strict":
-        found = numbers[-1].replace(",", "")
+        answer = numbers[-1].replace(",", "")
     else:  # the last number that is more than a full stop; a full stop if there is nothing else
-        found = next((number for number in reversed(numbers) if number != "."), numbers[0])
-    return score if found == ground_truth else format_score
+        answer = next((number for number in reversed(numbers) if number != "."), numbers[0])
+    return score if answer == ground_truth else format_score
 
 
 OPEN, CLOSE = "<answer>", "</answer>"

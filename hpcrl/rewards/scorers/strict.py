@@ -40,13 +40,13 @@ def same(answer: str, truth: str) -> bool:
     """Whether both are the same value, the same values in the same brackets, or the same text."""
     if limits.is_over(answer, MAX_LENGTH, MAX_DEPTH):
         return answer.strip() == truth.strip()
-    found, expected = bare(answer), bare(truth)
-    if not found or not expected:
+    given, expected = bare(answer), bare(truth)
+    if not given or not expected:
         return False
-    if without_spaces(found) == without_spaces(expected):
+    if without_spaces(given) == without_spaces(expected):
         return True
-    ours, theirs = elements(found), elements(expected)
-    if len(ours) != len(theirs) or (len(ours) > 1 and (found[0], found[-1]) != (expected[0], expected[-1])):
+    ours, theirs = elements(given), elements(expected)
+    if len(ours) != len(theirs) or (len(ours) > 1 and (given[0], given[-1]) != (expected[0], expected[-1])):
         return False
     return all(map(same_value, ours, theirs))
 
@@ -72,20 +72,20 @@ def elements(text: str) -> list[str]:
     inner = text[1:-1] if text[-1] in BRACKETS.get(text[0], "") and "," in text else text
     if THOUSANDS.fullmatch(inner):
         return [text]
-    found, level = [""], 0
+    parts, level = [""], 0
     for character in inner:
         level += (character in limits.OPENING) - (character in limits.CLOSING)
         if character == "," and level == 0:
-            found.append("")
+            parts.append("")
         else:
-            found[-1] += character
-    return found if level == 0 and len(found) > 1 else [text]
+            parts[-1] += character
+    return parts if level == 0 and len(parts) > 1 else [text]
 
 
-def same_value(found: str, expected: str) -> bool:
-    if without_spaces(found) == without_spaces(expected):
-        return bool(found.strip())
-    ours, theirs = expression(found), expression(expected)
+def same_value(given: str, expected: str) -> bool:
+    if without_spaces(given) == without_spaces(expected):
+        return bool(given.strip())
+    ours, theirs = expression(given), expression(expected)
     return ours is not None and theirs is not None and algebra.equal(ours, theirs)
 
 
@@ -146,11 +146,11 @@ def geometry3k(data_source: str, solution_str: str, ground_truth: str, *, format
 def math_dapo(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> dict[str, Any]:
     """`score` 1 or -1, `acc`, and `pred`: all of the line after the last `Answer:`, or of a box in it."""
     lines = ANSWER.findall(solution_str)
-    found = lines[-1].strip().removesuffix(".") if lines else None
-    if found and found.startswith(r"\boxed{") and closing_brace(found, 0) == len(found) - 1:
-        found = last_box(found)
-    right = found is not None and same(found, ground_truth)
-    return {"score": 1.0 if right else -1.0, "acc": right, "pred": found}
+    pred = lines[-1].strip().removesuffix(".") if lines else None
+    if pred and pred.startswith(r"\boxed{") and closing_brace(pred, 0) == len(pred) - 1:
+        pred = last_box(pred)
+    right = pred is not None and same(pred, ground_truth)
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 
 @reads(as_text_or_number)
@@ -165,10 +165,10 @@ def gsm8k(
 ) -> float:
     """`score` for the right number after the only `####`, with nothing after it; `format_score` for another one."""
     place = solution_str.rfind("####")
-    found = NUMBER.fullmatch(solution_str, max(place, 0))
-    if found is None or solution_str.count("####") > 1:
+    match = NUMBER.fullmatch(solution_str, max(place, 0))
+    if match is None or solution_str.count("####") > 1:
         return 0.0
-    return score if same(found[1].removesuffix("."), ground_truth) else format_score
+    return score if same(match[1].removesuffix("."), ground_truth) else format_score
 
 
 @reads(targets)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.sandbox import visible_files
+from hpcrl.sandbox import isolation
 
 REPOSITORY = Path(__file__).parents[2]
 LOOK = """
@@ -91,8 +91,8 @@ def test_of_a_conda_environment_the_libraries_are_seen(tmp_path: Path, monkeypat
     for name in ("prefix", "base_prefix"):
         monkeypatch.setattr(sys, name, str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    monkeypatch.setattr(visible_files, "loaded_libraries", lambda packages: [])
-    shown = [path for path in visible_files.visible_paths([]) if path.startswith(str(tmp_path))]
+    monkeypatch.setattr(isolation, "loaded_libraries", lambda packages: [])
+    shown = [path for path in isolation.visible_paths([]) if path.startswith(str(tmp_path))]
     assert sorted(shown) == [f"{tmp_path}/bin/python", f"{tmp_path}/lib"]
 
 

@@ -1,16 +1,25 @@
-"""Datasets that are drawn: small pictures of coloured rectangles with a question, sums, and countdown."""
+"""Datasets of `hpcrl data` that are drawn: small pictures of coloured rectangles with a question, sums, countdown, and
+tasks of reasoning-gym (extra `reasoning-gym`). SOURCES has them by name."""
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcrl.data.duplicates import picture_key
-from hpcrl.data.source import IMAGE, Row, Source, SyntheticSource, rule_row
-from hpcrl.data.sources.downloaded import COUNTDOWN_TEMPLATE, countdown_row, sorted_numbers
+from hpcrl.data.downloaded import COUNTDOWN_TEMPLATE, countdown_row, sorted_numbers
+from hpcrl.data.duplicates import picture_key, prompt_text
+from hpcrl.data.source import IMAGE, ConfigurableSource, Dropped, Row, Source, SyntheticSource, rule_row
+from hpcrl.rewards.scorers.reasoning_gym import PREFIX
+from hpcrl.runtime.exits import InputError, folded
 
 SIDE = 32  # pixels
 COLOURS: Mapping[str, tuple[int, int, int]] = {
@@ -70,10 +79,6 @@ def draw_count_squares(rng: random.Random) -> Row:
     return picture_row("count_squares", picture, COUNT_SQUARES_QUESTION, str(count))
 
 
-COUNT_SQUARES = SyntheticSource(
-    draw=draw_count_squares, template=f"{IMAGE}{COUNT_SQUARES_QUESTION}", problem=same_picture
-)
-
 LEFT_OF_TEMPLATE = "Which is left, {first} or {second}?"
 LEFT_OF_SIDE = 7
 
@@ -89,8 +94,6 @@ def draw_left_of(rng: random.Random) -> Row:
     first, second = rng.sample(colours, 2)
     return picture_row("left_of", picture, LEFT_OF_TEMPLATE.format(first=first, second=second), colours[0])
 
-
-LEFT_OF = SyntheticSource(draw=draw_left_of, template=f"{IMAGE}{LEFT_OF_TEMPLATE}", problem=same_picture)
 
 TWO_DIGITS_QUESTION = "What number is it?"
 TWO_DIGITS_NUMBERS = range(10, 100)
@@ -123,8 +126,6 @@ def draw_two_digits(rng: random.Random) -> Row:
             fill(picture, top + down, left + right, height, width, colour)
     return picture_row("two_digits", picture, TWO_DIGITS_QUESTION, str(number))
 
-
-TWO_DIGITS = SyntheticSource(draw=draw_two_digits, template=f"{IMAGE}{TWO_DIGITS_QUESTION}", problem=same_picture)
 
 MAZE_QUESTION = "How many steps to red?"
 MAZE_CELL = 4  # pixels
@@ -164,16 +165,12 @@ def neighbours(cell: Cell) -> list[Cell]:
     return [(row, column) for row, column in around if row in MAZE_PLACES and column in MAZE_PLACES]
 
 
-MAZE = SyntheticSource(draw=draw_maze, template=f"{IMAGE}{MAZE_QUESTION}", problem=same_picture)
-
 TASKS = (draw_count_squares, draw_left_of, draw_two_digits, draw_maze)
 
 
 def draw_pictures(rng: random.Random) -> Row:
     return rng.choice(TASKS)(rng)
 
-
-PICTURES = SyntheticSource(draw=draw_pictures, template=f"{IMAGE}{{question}}", problem=same_picture)
 
 SUMS_INSTRUCTION, SUMS_TEMPLATE = "Answer with the number only.", "What is {left} + {right}?"
 SUMS_NUMBERS = range(1, 100)
@@ -190,8 +187,6 @@ def sorted_operands(row: Row) -> str:
     return repr(sorted(row["extra_info"]["operands"]))
 
 
-SUMS = SyntheticSource(draw=draw_sums, template=f"{SUMS_INSTRUCTION} {SUMS_TEMPLATE}", problem=sorted_operands)
-
 COUNTDOWN_NUMBERS = range(1, 51)
 COUNTDOWN_TARGETS = range(1, 101)
 WRONG_TRIES = (0, 0, 1, 2)  # drawn from
@@ -205,8 +200,8 @@ def draw_countdown_words(rng: random.Random) -> Row:
             break
     tries = []
     for _ in range(rng.choice(WRONG_TRIES)):
-        other_steps, _, found = attempt(numbers, rng)
-        if found != target:
+        other_steps, _, other_target = attempt(numbers, rng)
+        if other_target != target:
             tries.append(f"I try {other_steps}. This is not {target}.")
     thought = " ".join([*tries, f"I try {steps}. This is {target}."])
     answer = f"<think>{thought}</think> <answer>{expression}</answer>"
@@ -226,26 +221,131 @@ def attempt(numbers: list[int], rng: random.Random) -> tuple[str, str, int]:
     return ", ".join(steps), expression, value
 
 
-COUNTDOWN_WORDS = SyntheticSource(draw=draw_countdown_words, template=COUNTDOWN_TEMPLATE, problem=sorted_numbers)
+# Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym), drawn by the package.
+REASONING_GYM_TEMPLATE = "{question}\n\nWrite the final answer inside <answer> </answer> tags."
+MIXED_TASK = re.compile(r"(?P<name>\w+)(?::(?P<weight>\d+(?:\.\d+)?))?(?:@(?P<low>\d+)(?:-(?P<high>\d+))?)?")
+REASONING_GYM_SIZE = 1 << 20  # entries of one dataset; a dataset makes an entry when it is asked for it
 
-SOURCES: dict[str, tuple[Source, str]] = {
+
+class Task(NamedTuple):
+    """A task of a mixture. levels: of its curriculum; None: the package's default difficulty."""
+
+    name: str
+    weight: float
+    levels: range | None
+
+
+def add_task_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--tasks",
+        nargs="+",
+        required=True,
+        type=task_of,
+        metavar="TASK[:WEIGHT][@LEVEL[-LEVEL]]",
+        help="tasks, their shares of the rows (1) and levels of their curricula, as chain_sum:2@0-3",
+    )
+
+
+def task_of(text: str) -> Task:
+    match = MIXED_TASK.fullmatch(text)
+    name, weight, low, high = match.group("name", "weight", "low", "high") if match else [None] * 4
+    levels = None if low is None else range(int(low), int(high or low) + 1)
+    if name is None or levels == range(0):
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected TASK[:WEIGHT][@LEVEL[-LEVEL]]")
+    return Task(name, float(weight or 1), levels)
+
+
+def mixed_tasks(parsed: argparse.Namespace) -> SyntheticSource:
+    """Raises InputError for an unknown task or level, and without the package."""
+    tasks: list[Task] = parsed.tasks
+    entries = {
+        (task.name, level): entries_of(task.name, level, parsed.seed)
+        for task in tasks
+        for level in task.levels or [None]
+    }
+    if not any(task.weight for task in tasks):
+        raise InputError("--tasks: all weights are 0")
+
+    def draw(rng: random.Random) -> Row:
+        task = rng.choices(tasks, [task.weight for task in tasks])[0]
+        level = rng.choice(task.levels) if task.levels else None
+        return reasoning_gym_row(task.name, level, next(entries[task.name, level]))
+
+    return SyntheticSource(
+        draw,
+        REASONING_GYM_TEMPLATE,
+        problem=lambda row: row["data_source"] + prompt_text(row["prompt"]),
+        drawn_from={
+            "tasks": [task._asdict() | {"levels": task.levels and list(task.levels)} for task in tasks],
+            "reasoning_gym": version("reasoning-gym"),
+        },
+    )
+
+
+def entries_of(name: str, level: int | None, seed: int) -> Iterator[dict[str, Any]]:
+    try:
+        from reasoning_gym.factory import DATASETS, create_curriculum, create_dataset
+    except ImportError as error:
+        raise InputError(f"reasoning_gym cannot be imported ({error}); pip install 'hpcrl[reasoning-gym]'") from None
+    if name not in DATASETS or name == "composite":
+        raise InputError(f"--tasks {name}: no such task; reasoning-gym has {', '.join(sorted(DATASETS))}")
+    options = {"seed": random.Random(f"{seed} {name} {level}").randrange(1 << 31), "size": REASONING_GYM_SIZE}
+    try:
+        if level is not None:
+            curriculum = create_curriculum(name)
+            if level >= (most := max(len(it.levels) for it in curriculum.attributes.values())):
+                raise ValueError(f"it has levels 0 to {most - 1}")
+            curriculum.set_global_level(level)
+            options |= vars(curriculum.generate_configuration(options))
+        dataset = create_dataset(name, **options)
+    except (AssertionError, ValueError) as error:  # some levels of some tasks contradict each other
+        raise InputError(f"--tasks {name}@{level}: reasoning-gym rejects it: {folded(error)}") from None
+    return (dataset[index] for index in count())
+
+
+def reasoning_gym_row(name: str, level: int | None, entry: dict[str, Any]) -> Row:
+    question, answer = entry["question"], entry["answer"]
+    try:
+        metadata = json.dumps(entry["metadata"])
+    except TypeError:
+        raise Dropped("metadata that is not JSON") from None
+    own = None if answer is None else f"<answer>{answer}</answer>"
+    prompt, level = REASONING_GYM_TEMPLATE.format(question=question), -1 if level is None else level
+    row = rule_row(PREFIX + name, prompt, answer or "", task=name, level=level, metadata=metadata)
+    return row | {"ability": "reasoning", "answer": own}
+
+
+SOURCES: dict[str, tuple[Source | ConfigurableSource, str]] = {
     "count_squares": (
-        COUNT_SQUARES,
+        SyntheticSource(draw_count_squares, f"{IMAGE}{COUNT_SQUARES_QUESTION}", same_picture),
         "Pictures of one to eight squares, which are to be counted, drawn; needs no download.",
     ),
     "left_of": (
-        LEFT_OF,
+        SyntheticSource(draw_left_of, f"{IMAGE}{LEFT_OF_TEMPLATE}", same_picture),
         "Pictures of two squares of different colours in a row: which one is left, drawn; needs no download.",
     ),
     "two_digits": (
-        TWO_DIGITS,
+        SyntheticSource(draw_two_digits, f"{IMAGE}{TWO_DIGITS_QUESTION}", same_picture),
         "Pictures of a number from 10 to 99, which is to be read, drawn; needs no download.",
     ),
-    "maze": (MAZE, "Pictures of a maze: the length of the path from green to red, drawn; needs no download."),
-    "pictures": (PICTURES, "Rows of count_squares, left_of, two_digits and maze, mixed; needs no download."),
-    "sums": (SUMS, "Sums of two numbers from 1 to 99, drawn; needs no download."),
+    "maze": (
+        SyntheticSource(draw_maze, f"{IMAGE}{MAZE_QUESTION}", same_picture),
+        "Pictures of a maze: the length of the path from green to red, drawn; needs no download.",
+    ),
+    "pictures": (
+        SyntheticSource(draw_pictures, f"{IMAGE}{{question}}", same_picture),
+        "Rows of count_squares, left_of, two_digits and maze, mixed; needs no download.",
+    ),
+    "sums": (
+        SyntheticSource(draw_sums, f"{SUMS_INSTRUCTION} {SUMS_TEMPLATE}", sorted_operands),
+        "Sums of two numbers from 1 to 99, drawn; needs no download.",
+    ),
     "countdown_words": (
-        COUNTDOWN_WORDS,
+        SyntheticSource(draw_countdown_words, COUNTDOWN_TEMPLATE, sorted_numbers),
         "Countdown as a chat, drawn, with a solution for SFT; needs no download.",
+    ),
+    "reasoning_gym": (
+        ConfigurableSource(add_task_options, mixed_tasks),
+        "Tasks of reasoning-gym, mixed, drawn by the package (extra reasoning-gym); needs no download.",
     ),
 }
