@@ -82,15 +82,15 @@ class CacheLayout:
         fixed = max_num_seqs * self.sequence_bytes(itemsize)
         if not each and fixed <= cache_bytes:
             return max_num_seqs * needed
-        found = max(cache_bytes - fixed, 0) // max(each, 1)
-        if found < needed:
+        count = max(cache_bytes - fixed, 0) // max(each, 1)
+        if count < needed:
             beside = f" beside {fixed:,} bytes for the windows and states of {max_num_seqs} sequences" if fixed else ""
             raise InputError(
-                f"the KV cache of {cache_bytes:,} bytes holds {found * BLOCK_SIZE} tokens{beside}, but one sequence of "
+                f"the KV cache of {cache_bytes:,} bytes holds {count * BLOCK_SIZE} tokens{beside}, but one sequence of "
                 f"max_model_len={max_model_len} needs {needed * each:,} bytes; raise kv_cache_gib or "
                 "gpu_memory_utilization (of rollout, or of reward.judge for a judge), or shorten prompts and responses"
             )
-        return found
+        return count
 
 
 def max_kv_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: int, max_model_len: int) -> int:

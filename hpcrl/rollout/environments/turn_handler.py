@@ -235,17 +235,17 @@ def _as_text(message: Message) -> Message:
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
     """Verl's `training/num_turns` (here: turns of the model) and `tool_call_counts`, and the number of sequences."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     names = {"num_turns": "training/num_turns", "num_sequences": "training/num_sequences"}
     columns = turn_columns(trajectories)
     columns["num_sequences"] = np.array([it.num_sequences for it in trajectories])
     for name, column in columns.items():
         if len(column):
             key = names.get(name, name)
-            found[f"{key}/min"] = Min(float(column.min()))
-            found[f"{key}/max"] = Max(float(column.max()))
-            found[f"{key}/mean"] = Mean(float(column.sum()), float(len(column)))
-    return found
+            metrics[f"{key}/min"] = Min(float(column.min()))
+            metrics[f"{key}/max"] = Max(float(column.max()))
+            metrics[f"{key}/mean"] = Mean(float(column.sum()), float(len(column)))
+    return metrics
 
 
 def turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:

@@ -111,8 +111,8 @@ class NativeEngine:
             raise ValueError("the model has no vision tower; only a vision-language model takes pictures")
 
         def pixels(numbers: list[int]) -> Pixels:
-            found = torch.from_numpy(np.concatenate(patches(numbers)))
-            return Pixels(found, torch.from_numpy(grids[numbers].astype(np.int64)))
+            rows = torch.from_numpy(np.concatenate(patches(numbers)))
+            return Pixels(rows, torch.from_numpy(grids[numbers].astype(np.int64)))
 
         divisions = [Division(decoder.tp.group, is_split=False)] if divided and decoder.tp.group is not None else []
         most = self._max_encoded_tokens * decoder.vision.merge_size**2

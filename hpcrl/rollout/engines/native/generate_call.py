@@ -153,7 +153,7 @@ class GenerateCall:
         else:
             limit = self.max_num_batched_tokens
             experts_of = [
-                self._fill(some := tokens.part(first, limit), rows, starts + first, np.array([len(some.ids)]))
+                self._fill(chunk := tokens.part(first, limit), rows, starts + first, np.array([len(chunk.ids)]))
                 for first in range(0, len(tokens.ids), limit)
             ]
             experts = np.concatenate(experts_of)

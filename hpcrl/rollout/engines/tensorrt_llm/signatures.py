@@ -94,21 +94,21 @@ def wrong_version(load: Import) -> str | None:
 def problem(expected: Expected, load: Import) -> str | None:
     """Return None if the call would be accepted, else the reason."""
     try:
-        found = load(expected.module)
+        target = load(expected.module)
         for part in expected.attribute.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except ImportError as error:
         return f"cannot be imported: {error}"
     except AttributeError:
         return "does not exist"
-    fields = getattr(found, "model_fields", None)
+    fields = getattr(target, "model_fields", None)
     if fields is not None:
         missing = [name for name in expected.keywords if name not in fields]
         return f"has no field {', '.join(missing)}" if missing else None
     try:
-        inspect.signature(found).bind(*[None] * expected.num_positional, **dict.fromkeys(expected.keywords))
+        inspect.signature(target).bind(*[None] * expected.num_positional, **dict.fromkeys(expected.keywords))
     except TypeError as error:
-        return f"takes {inspect.signature(found)}: {error}"
+        return f"takes {inspect.signature(target)}: {error}"
     except ValueError:  # compiled code without a signature
         return None
     return None
