@@ -1100,9 +1100,9 @@ def extended(
     """
 
     def make(base: type[S], name: str, fields: Mapping[str, Any]) -> type[S]:
-        made: Any = create_model(name.split(".")[-1], __base__=base, __module__=module, **fields)
-        made.__qualname__ = name
-        return cast("type[S]", made)
+        section: Any = create_model(name.split(".")[-1], __base__=base, __module__=module, **fields)
+        section.__qualname__ = name
+        return cast("type[S]", section)
 
     def default(kind: type[Section], text: str) -> tuple[type[Section], Any]:
         return kind, Field(default_factory=kind, description=text)
@@ -1111,6 +1111,6 @@ def extended(
     layouts = {role: default(RolePlacement, f"layout of {role}") for role in roles if role not in known.model_fields}
     placement = make(known, f"{qualname}.placement_class", layouts)
     fields = {name: default(kind, (kind.__doc__ or name).split("\n")[0]) for name, kind in sections.items()}
-    made = make(base, qualname, fields | {"placement": default(placement, "which ranks do what")})
-    made.placement_class = placement  # type: ignore[attr-defined]
-    return made
+    schema = make(base, qualname, fields | {"placement": default(placement, "which ranks do what")})
+    schema.placement_class = placement  # type: ignore[attr-defined]
+    return schema
