@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from hpcrl.algorithms.optimizers.optimizer import OPTIMIZERS
 from hpcrl.config.engines import EngineSpec
-from hpcrl.config.placement import PlacedRole
+from hpcrl.config.roles import PlacedRole
 from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.rewards.judge import Judging

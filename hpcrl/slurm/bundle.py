@@ -26,8 +26,7 @@ from typing import Any
 import xxhash
 
 from hpcrl.config import yaml_core
-from hpcrl.config.inputs import file_of, inputs
-from hpcrl.config.paths import IS_INSTALLED, TEMPLATES, literal
+from hpcrl.config.paths import IS_INSTALLED, TEMPLATES, file_of, inputs, literal
 from hpcrl.config.schema import Config
 from hpcrl.engine.checkpoint.manifest import MANIFEST, FileEntry, write_manifest
 from hpcrl.engine.checkpoint.store import load_path

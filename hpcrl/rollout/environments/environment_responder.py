@@ -15,9 +15,8 @@ import numpy as np
 from hpcrl.algorithms.metrics import Metric
 from hpcrl.rollout.environments.environment import Turn
 from hpcrl.rollout.environments.environment_worker import EnvironmentSource, Started, Stepped
-from hpcrl.rollout.environments.tally import Tally
 from hpcrl.rollout.environments.tools import Parser, parsed
-from hpcrl.rollout.environments.turn_handler import Dialog, Info, PromptOf, Reply
+from hpcrl.rollout.environments.turn_handler import Dialog, Info, PromptOf, Reply, Tally
 from hpcrl.rollout.protocol import Request
 from hpcrl.runtime.exits import InputError, folded
 from hpcrl.sandbox.forked_children import FIRST, LAST, ChildLimits

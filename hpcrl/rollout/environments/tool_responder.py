@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.algorithms.metrics import Metric
 from hpcrl.rollout.environments.environment import Schema
-from hpcrl.rollout.environments.tally import Tally
 from hpcrl.rollout.environments.tool_worker import ToolAnswer
 from hpcrl.rollout.environments.tools import BadCall, Call, Parser, parsed
-from hpcrl.rollout.environments.turn_handler import Dialog, Info, Reply
+from hpcrl.rollout.environments.turn_handler import Dialog, Info, Reply, Tally
 from hpcrl.rollout.environments.turn_template import Message
 from hpcrl.rollout.protocol import Request
 from hpcrl.sandbox.process_pool import ProcessPool

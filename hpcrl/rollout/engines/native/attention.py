@@ -25,7 +25,7 @@ from hpcrl.kernels.vocabulary import LOG2_E
 from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.model.exact import PAGE, Tiles, exact_attention, paged_attention, tile_tokens
-from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.engine import CacheLayout
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache
 

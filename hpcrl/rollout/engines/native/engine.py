@@ -1,4 +1,7 @@
-"""The native generation engine: continuous batching over a KV cache, in torch, with tensor parallelism."""
+"""The native generation engine: continuous batching over a KV cache, in torch, with tensor parallelism.
+
+`native_engine` makes that of a role, with the sizes of its config section.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.config.schema import EngineConfig
 from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.tensor_parallel import TensorParallel
 from hpcrl.model.tower import Division, Pixels, divide, encode_divided
-from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, CacheLayout, blocks_for
+from hpcrl.rollout.engines.engine import BLOCK_SIZE, CacheLayout, blocks_for, max_kv_bytes
 from hpcrl.rollout.engines.native.attention import PagedAttention
 from hpcrl.rollout.engines.native.decoder import Decoder
 from hpcrl.rollout.engines.native.generate_call import GenerateCall, RowCall
@@ -24,6 +28,8 @@ from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.paged_decode import PagedCall, PagedDecode
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, completed
+from hpcrl.runtime import accelerator, platform
+from hpcrl.runtime.groups import RoleGroups
 
 CPU = torch.device("cpu")
 
@@ -161,3 +167,48 @@ class NativeEngine:
             return completed(generation, requests, source, on_step, should_abort)
         finally:
             self._generating = False
+
+
+def native_engine(
+    groups: RoleGroups,
+    shape: ModelShape,
+    cfg: EngineConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    *,
+    ranks_on_node: int,
+    enable_prefix_caching: bool = True,
+    exact: bool = False,
+    quantization: str | None = None,
+    cache_dtype: torch.dtype | None = None,
+) -> NativeEngine:
+    """A native engine with the sizes of a role's config section. max_model_len: tokens of prompt and response."""
+    device, tp = platform.device(), groups.layout.tp
+    return NativeEngine(
+        shape,
+        groups.tp if tp > 1 else None,
+        groups.coord.tp,
+        tp,
+        dtype,
+        max_num_seqs=cfg.max_num_seqs,
+        max_num_batched_tokens=cfg.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv_cache_bytes=cache_bytes(cfg, shape, tp, cache_dtype or dtype, max_model_len, ranks_on_node),
+        enable_prefix_caching=enable_prefix_caching,
+        enforce_eager=cfg.enforce_eager,
+        exact=exact,
+        quantization=quantization,
+        cache_dtype=cache_dtype,
+        device=device,
+    )
+
+
+def cache_bytes(
+    cfg: EngineConfig, shape: ModelShape, tp: int, dtype: torch.dtype, max_model_len: int, ranks_on_node: int
+) -> int:
+    """Return the bytes of a rank's KV cache: those of the config, or a share of the free memory, at most what the
+    sequences can use."""
+    if cfg.kv_cache_gib is not None:
+        return int(cfg.kv_cache_gib * 2**30)
+    share = int(accelerator.free_bytes(platform.device(), ranks_on_node) * cfg.gpu_memory_utilization)
+    return min(share, max_kv_bytes(shape, tp, dtype.itemsize, cfg.max_num_seqs, max_model_len))

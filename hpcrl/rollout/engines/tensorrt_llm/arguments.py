@@ -18,8 +18,7 @@ import numpy as np
 from hpcrl.config.schema import Config
 from hpcrl.model.families.config_json import CONFIG, read_shape
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.tensorrt_llm.cache_layout import TOKENS_PER_BLOCK, kv_bytes_per_token
-from hpcrl.rollout.engines.tensorrt_llm.declaration import TOP_K, TensorRTLLM
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TOKENS_PER_BLOCK, TOP_K, TensorRTLLM, kv_bytes_per_token
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 

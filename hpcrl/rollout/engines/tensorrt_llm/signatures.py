@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcrl.machine.check import Finding, gpu, package, torch
-from hpcrl.rollout.engines.tensorrt_llm import start
+from hpcrl.rollout.engines.tensorrt_llm import declaration
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import abort
 
@@ -130,7 +130,7 @@ def findings(comm: MPI.Intracomm) -> list[Finding]:
     """Compare the installed package. Collective over all ranks, which import tensorrt_llm if MPI allows it."""
     found = [torch(), _gpu(), package("tensorrt_llm")]
     try:
-        start.import_on_all_ranks(comm)
+        declaration.import_on_all_ranks(comm)
     except InputError as error:
         if not error.everywhere:  # other ranks may wait in the import
             abort(error, rank=comm.rank, role="check", phase="import")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.rollout.keyed_sampler import Drawn, KeyedSampler
+from hpcrl.rollout.sampling import Drawn, KeyedSampler
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hpcrl.model.build import DTYPES
 from hpcrl.model.families.config_json import hf_config
-from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, CacheLayout
-from hpcrl.rollout.engines.native.build import cache_bytes
+from hpcrl.rollout.engines.engine import BLOCK_SIZE, CacheLayout
+from hpcrl.rollout.engines.native.engine import cache_bytes
 from hpcrl.rollout.engines.vllm.core import EngineCore, Place
-from hpcrl.rollout.keyed_sampler import Drawn, KeyedSampler
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, RequestSource, SamplingParams, completed
+from hpcrl.rollout.sampling import Drawn, KeyedSampler
 from hpcrl.runtime import platform
 
 if TYPE_CHECKING:
