@@ -5,8 +5,8 @@
         def make(self, groups, shape, config, *, ranks_on_node):
             return MyEngine(..., self.parameters(config))
 
-`MyEngine` is a `hpcrl.rollout.protocol.RolloutEngine`. `CacheLayout` says what a rank caches of each layer, in bytes and
-blocks, for engines and for `hpcrl plan`. No numpy either.
+`MyEngine` is a `hpcrl.rollout.protocol.RolloutEngine`. `CacheLayout` says what a rank caches of each layer, in
+bytes and blocks, for engines and for `hpcrl plan`. No numpy either.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,18 +22,18 @@ from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.engines.engine import BLOCK_SIZE, CacheLayout, blocks_for, max_kv_bytes
 from hpcrl.rollout.engines.native.attention import PagedAttention
 from hpcrl.rollout.engines.native.decoder import Decoder
-from hpcrl.rollout.engines.native.generate_call import GenerateCall, RowCall
+from hpcrl.rollout.engines.native.generate_call import RowCall
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.paged_decode import PagedCall, PagedDecode
 from hpcrl.rollout.engines.native.row_cache import RowCache
-from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, completed
+from hpcrl.rollout.protocol import EngineOfCalls
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.groups import RoleGroups
 
 CPU = torch.device("cpu")
 
 
-class NativeEngine:
+class NativeEngine(EngineOfCalls):
     """One rank of a replica; a `RolloutEngine`. Construction is collective over its tensor-parallel ranks.
 
     `max_num_seqs` sequences run at once, `max_num_batched_tokens` prompt tokens are prefilled in one call, and
@@ -69,7 +68,7 @@ class NativeEngine:
         cached = cache_dtype or dtype
         if kv_cache_bytes is None:
             kv_cache_bytes = layout.most_bytes(cached.itemsize, *limits)
-        self._generating, self._max_encoded_tokens = False, max_num_batched_tokens
+        self._max_encoded_tokens = max_num_batched_tokens
         self._decoder = Decoder(shape, tp, dtype, device, quantization)
         width = blocks_for(max_model_len)
         size = tp.smallest(layout.num_blocks(cached.itemsize, kv_cache_bytes, *limits))
@@ -83,7 +82,7 @@ class NativeEngine:
         }
         if device.type == "cpu" and not has_kernels:
             self._cache = RowCache(layout, size, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, cached)
-            self._begin: Callable[..., GenerateCall] = partial(RowCall, self._decoder, self._cache, **options)
+            self._begin = partial(RowCall, self._decoder, self._cache, **options)
         else:
             self._cache = KVCache(layout, size, BLOCK_SIZE, max_num_seqs, cached, device)
             graphed = device.type == "cuda" and has_kernels and not enforce_eager
@@ -128,45 +127,21 @@ class NativeEngine:
         )
         return list(features.float().cpu().split([decoder.vision.num_tokens(tuple(grid)) for grid in grids.tolist()]))
 
-    @contextmanager
-    def updating_weights(self) -> Iterator[None]:
-        if self._generating:
-            raise RuntimeError("weights cannot be updated while a generation is in progress; abort it first")
-        yield
+    @property
+    def is_asleep(self) -> bool:
+        return not self._cache.is_allocated
 
     def sleep(self) -> None:
         self._cache.release()
         self._clear_graphs()
 
     def wake(self) -> None:
-        if not self._cache.is_allocated:
+        if self.is_asleep:
             self._cache.allocate()
 
     def _clear_graphs(self) -> None:
         if self._paged is not None:
             self._paged.clear_graphs()
-
-    @torch.no_grad()
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        source: RequestSource | None = None,
-        on_finished: Callable[[int, Completion], None] | None = None,
-        on_step: Callable[[], None] | None = None,
-        should_abort: Callable[[], bool] | None = None,
-    ) -> list[Completion]:
-        if not self._cache.is_allocated:
-            raise RuntimeError("the engine is asleep; call wake() before generate()")
-        generation = self._begin(sampling, seed, step, has_source=source is not None, on_finished=on_finished)
-        self._generating = True
-        try:
-            return completed(generation, requests, source, on_step, should_abort)
-        finally:
-            self._generating = False
 
 
 def native_engine(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -25,7 +25,7 @@ from hpcrl.rollout.engines.native.kept_prefixes import KeptPrefixes
 from hpcrl.rollout.engines.native.kv_cache import KVCache, Moves
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.engines.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
-from hpcrl.rollout.protocol import Completion, Prefill, Request, SamplingParams
+from hpcrl.rollout.protocol import Completion, OnFinished, Prefill, Request, SamplingParams
 from hpcrl.rollout.sampling import request_key, sample_sharded
 from hpcrl.runtime.accelerator import annotated
 
@@ -92,12 +92,12 @@ class GenerateCall:
     sampling: SamplingParams
     seed: int
     trainer_step: int
+    on_finished: OnFinished
+    has_source: bool  # requests may come that continue those that have finished
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     enable_prefix_caching: bool
-    has_source: bool  # requests may come that continue those that have finished
-    on_finished: Callable[[int, Completion], None] | None
     completions: dict[int, Completion] = field(default_factory=dict, init=False)
     _num_requests: int = field(default=0, init=False)
     # Of contexts that further sequences wait for: what the layers with windows and states have after it, by group.
