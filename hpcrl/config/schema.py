@@ -355,9 +355,9 @@ class ModelConfig(Section):
         0, "rank of the policy's adapters, which are then all that is trained of it; 0: none"
     )
     lora_alpha: PositiveFloat = key(16.0, "adapters count lora_alpha / lora_rank times")
-    target_modules: Annotated[list[Projection], BeforeValidator(_projections), Field(min_length=1)] = Field(
-        default_factory=lambda: list(get_args(Projection)),
-        description="projections with an adapter, by Llama's names in every family, experts included; or all-linear",
+    target_modules: Annotated[list[Projection], BeforeValidator(_projections), Field(min_length=1)] = key(
+        list(get_args(Projection)),
+        "projections with an adapter, by Llama's names in every family, experts included; or all-linear",
     )
 
 
@@ -372,9 +372,7 @@ class RolePlacement(Section):
 
 
 class PlacementConfig(Section):
-    pools: dict[str, str] = Field(
-        default_factory=lambda: {"all": "*"}, description='name -> world ranks: "*", "0-63", "0,2,4-7"'
-    )
+    pools: dict[str, str] = key({"all": "*"}, 'name -> world ranks: "*", "0-63", "0,2,4-7"')
     actor: RolePlacement = subsection(RolePlacement, "layout of the trained policy")
     critic: RolePlacement = subsection(RolePlacement, "layout of the value model")
     ref: RolePlacement = subsection(RolePlacement, "layout of the reference policy")
@@ -746,9 +744,8 @@ class JudgeConfig(EngineConfig):
         "regular expression of a verdict, of which the last match counts: one group (score: the number, "
         "pairwise: A, B or C), rubric: two (number of the criterion, yes or no); null: the built-in template's",
     )
-    scale: Annotated[list[float], Field(min_length=2, max_length=2)] | None = Field(
-        default_factory=lambda: [0.0, 10.0],
-        description="score: numbers that become 0 and 1; others are no verdicts; null: any, unchanged",
+    scale: Annotated[list[float], Field(min_length=2, max_length=2)] | None = key(
+        [0.0, 10.0], "score: numbers that become 0 and 1; others are no verdicts; null: any, unchanged"
     )
     weight: float = key(1.0, "weight of the judge's score")
     rule_weight: float = key(1.0, "weight of the rule's score; 0: no rule is asked")
