@@ -60,7 +60,8 @@ def test_an_import_that_fails_on_one_rank_ends_the_job(run: Callable, tmp_path: 
     (tmp_path / "tensorrt_llm.py").write_text(LOST)
     text = {"job": JOB, "check": "from hpcrl.cli import main\nmain(['check', '--trtllm'])\n"}[program]
     (tmp_path / "program.py").write_text(
-        "from hpcrl.rollout.engines.tensorrt_llm import declaration\nstart.unsupported_mpi = lambda *_: None\n" + text
+        "from hpcrl.rollout.engines.tensorrt_llm import declaration\ndeclaration.unsupported_mpi = lambda *_: None\n"
+        + text
     )
     ended = run(MPIEXEC, "-n", "3", *RANK, "program.py")
     assert ended.code == 2, ended.stdout + ended.stderr
