@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     from hpcrl.rollout.environments.shell_task import ShellTask as ShellTask
     from hpcrl.rollout.environments.tools import tool as tool
     from hpcrl.rollout.environments.verifiers_environment import VerifiersEnvironment as VerifiersEnvironment
-    from hpcrl.rollout.keyed_sampler import Drawn as Drawn
-    from hpcrl.rollout.keyed_sampler import KeyedSampler as KeyedSampler
     from hpcrl.rollout.protocol import Completion as Completion
     from hpcrl.rollout.protocol import Request as Request
     from hpcrl.rollout.protocol import RolloutEngine as RolloutEngine
     from hpcrl.rollout.protocol import SamplingParams as SamplingParams
     from hpcrl.rollout.protocol import completed as completed
+    from hpcrl.rollout.sampling import Drawn as Drawn
+    from hpcrl.rollout.sampling import KeyedSampler as KeyedSampler
     from hpcrl.run.job import TrainingJob as TrainingJob
     from hpcrl.run.run import Run as Run
     from hpcrl.runtime.exits import InputError as InputError
@@ -95,7 +95,7 @@ _MODULES = {
     # rollout engines
     "hpcrl.config.engines": ("register_engine",),
     "hpcrl.rollout.engines.engine": ("Engine",),
-    "hpcrl.rollout.keyed_sampler": ("KeyedSampler", "Drawn"),
+    "hpcrl.rollout.sampling": ("KeyedSampler", "Drawn"),
     "hpcrl.model.hf_files": ("hf_shards",),
     "hpcrl.model.families.config_json": ("hf_config",),
     "hpcrl.runtime.exits": ("InputError",),

@@ -104,8 +104,8 @@ def complete() -> None:
 def load_job(name: str) -> type[Job]:
     """The class of a built-in job, or of the job in a user's file. InputError, one line, for a file without a job."""
     if not name.endswith(".py"):
-        found: type[Job] = import_module(f"hpcrl.jobs.{name}").JOB
-        return found
+        built_in: type[Job] = import_module(f"hpcrl.jobs.{name}").JOB
+        return built_in
     from hpcrl.run.job import Job
     from hpcrl.runtime.user_code import import_file
 

@@ -30,7 +30,7 @@ from hpcrl.model.families.config_json import hf_config
 from hpcrl.model.hf_files import Safetensors
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.cache_layout import max_kv_bytes
+from hpcrl.rollout.engines.engine import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.world import keep_freed_memory

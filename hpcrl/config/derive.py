@@ -11,9 +11,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hpcrl.algorithms.aggregation import LossAggMode
-from hpcrl.config.placement import PlacedRole, place
 from hpcrl.config.plugins import check_algorithms
-from hpcrl.config.roles import ACTOR, CRITIC, JUDGE, PLACED, REF, REWARD, ROLLOUT, TEACHER, RoleSpec, with_own
+from hpcrl.config.roles import (
+    ACTOR,
+    CRITIC,
+    JUDGE,
+    PLACED,
+    REF,
+    REWARD,
+    ROLLOUT,
+    TEACHER,
+    PlacedRole,
+    RoleSpec,
+    place,
+    with_own,
+)
 from hpcrl.config.rules import check_algorithm, check_checkpoints, check_judge, check_lora, check_rollout, loss_mode
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError

@@ -286,12 +286,12 @@ def converted(key: str, value: Any, verl: Verl, known: set[str]) -> Result:
         key.startswith(f"{free}.") for free in ("data.apply_chat_template_kwargs", "model.hf_config")
     ):
         return "null: the default" if value is None else {key: value}
-    found, entry = entry_of(key)
-    if found is None or entry is None:
+    verl_key, entry = entry_of(key)
+    if verl_key is None or entry is None:
         return Missing("no key of verl that this version has words for") if value not in OFF else "it is off"
     if isinstance(entry, Converted):
         return entry.convert(value, verl, key)
-    words = named(found, key, entry)
+    words = named(verl_key, key, entry)
     if value is None:
         return "null"
     if (renamed := re.fullmatch(r"use ([\w.]+)", words)) and renamed[1] in known:

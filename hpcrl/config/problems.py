@@ -25,15 +25,15 @@ def validated(tree: Node, schema: type[S], prefix: KeyPath = ()) -> S:
     Raises ConfigError with a line for each problem, in the order of their places. Mappings of plugins are left to
     `hpcrl.config.plugins`, which loads them.
     """
-    found: ValidationError | None = None
+    wrong: ValidationError | None = None
     try:
         section = schema.model_validate(tree.plain())
     except ValidationError as error:
-        found = error
+        wrong = error
     unknown = [key for key in unknown_keys(tree, schema) if not _may_be_a_plugins(tree, key)]
     lines = [line for key in unknown for line in _lines_of(tree, key, schema, prefix)]
-    if found is not None:
-        lines += _wrong_values(tree, found, {key.path for key in unknown}, prefix)
+    if wrong is not None:
+        lines += _wrong_values(tree, wrong, {key.path for key in unknown}, prefix)
     if lines:
         raise ConfigError(*dict.fromkeys(map(str, sorted(lines, key=Line.order))))
     return section
@@ -141,9 +141,9 @@ def _advice(tree: Node, path: KeyPath, key: UnknownKey, schema: type[Section], p
         if unknown is None or _may_be_a_plugins(tree, unknown):
             return path, f"use {plain(text)}"
         key = unknown
-    found = counterpart(text)
-    if found is not None:
-        return path[: found.names - len(prefix)], found.words
+    match = counterpart(text)
+    if match is not None:
+        return path[: match.names - len(prefix)], match.words
     return path[: front + len(key.path)], nearest((*prefix, *key.path), key.section.model_fields)
 
 
@@ -162,17 +162,17 @@ def nearest(path: KeyPath, names: Collection[str]) -> str:
 
 def _wrong_values(tree: Node, error: ValidationError, unknown: Collection[KeyPath], prefix: KeyPath) -> Iterator[Line]:
     """A line for each value that is wrong: members of a union fail one by one, each with an expectation of its own."""
-    wanted: dict[tuple[int | str, ...], list[str]] = {}
+    expected: dict[tuple[int | str, ...], list[str]] = {}
     nodes = {}
     for item in error.errors(include_url=False):
         path, node = _locate(tree, item["loc"])
         if tuple(part for part in path if isinstance(part, str)) in unknown:
             continue
-        wanted.setdefault(path, []).append(_expected(item))
+        expected.setdefault(path, []).append(_expected(item))
         nodes[path] = node
-    for path, expectations in wanted.items():
-        found = f"{dotted((*prefix, *path))} is {describe(nodes[path])}"
-        yield Line(nodes[path].place, f"{found}; expected {' or '.join(dict.fromkeys(expectations))}")
+    for path, expectations in expected.items():
+        value = f"{dotted((*prefix, *path))} is {describe(nodes[path])}"
+        yield Line(nodes[path].place, f"{value}; expected {' or '.join(dict.fromkeys(expectations))}")
 
 
 def _locate(tree: Node, loc: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], Node]:

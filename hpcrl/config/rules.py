@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from hpcrl.algorithms.optimizers.optimizer import OPTIMIZERS
 from hpcrl.config.engines import EngineSpec
-from hpcrl.config.placement import PlacedRole
+from hpcrl.config.roles import PlacedRole
 from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.rewards.judge import Judging
@@ -75,11 +75,11 @@ def _check_policy_loss(config: Config, inputs: Collection[str]) -> None:
                 f"actor.policy_loss.loss_mode={mode} with algorithm.rollout_correction.bypass_mode=true, which has a "
                 "loss of its own (rollout_correction.loss_type); leave loss_mode out or set bypass_mode=false"
             )
-        for key, wanted in (
+        for key, needs_forward in (
             ("actor.calculate_sum_pi_squared", actor.calculate_sum_pi_squared),
             (f"algorithm.adv_estimator={config.algorithm.adv_estimator}", "sum_pi_squared" in inputs),
         ):
-            if wanted:
+            if needs_forward:
                 raise ConfigError(
                     f"{key} needs the forward pass before the update that "
                     "algorithm.rollout_correction.bypass_mode=true leaves out; use bypass_mode=false"

@@ -122,6 +122,12 @@ class Section(BaseModel):
 
 
 S = TypeVar("S", bound=Section)
+V = TypeVar("V")
+
+
+def key(default: V, description: str, **bounds: Any) -> V:
+    """The field of a key; `bounds` are those of pydantic's Field."""
+    return cast("V", Field(default, description=description, **bounds))
 
 
 def subsection(kind: type[Section], description: str) -> Any:
@@ -145,53 +151,49 @@ Loggers = Annotated[list[Literal["console", "tensorboard", "wandb", "mlflow"]], 
 class WatchdogConfig(Section):
     """The job ends, with a hang report, if no rank makes progress for a time."""
 
-    enable: bool = Field(True, description="watch for hangs")
-    publish_seconds: PositiveFloat = Field(5.0, description="seconds between two updates of a rank's status")
-    min_seconds: PositiveFloat = Field(
-        600.0, description="seconds without progress of any rank before it is a hang, at least"
-    )
-    factor: PositiveFloat = Field(10.0, description="the same as a multiple of the longest time seen in the same phase")
-    first_seconds: PositiveFloat = Field(
-        3600.0, description="the same, in seconds, in phases that have not ended once: loading, compiling"
+    enable: bool = key(True, "watch for hangs")
+    publish_seconds: PositiveFloat = key(5.0, "seconds between two updates of a rank's status")
+    min_seconds: PositiveFloat = key(600.0, "seconds without progress of any rank before it is a hang, at least")
+    factor: PositiveFloat = key(10.0, "the same as a multiple of the longest time seen in the same phase")
+    first_seconds: PositiveFloat = key(
+        3600.0, "the same, in seconds, in phases that have not ended once: loading, compiling"
     )
 
 
 class RunConfig(Section):
-    name: FolderName = Field("run", description="name of the run; its files go to <dir>/<name>/")
-    dir: PathStr = Field("runs", description="folder that holds runs")
-    group_readable: bool = Field(
-        False, description="the run's files are readable by the user's group (umask 027), not by the user only (077)"
+    name: FolderName = key("run", "name of the run; its files go to <dir>/<name>/")
+    dir: PathStr = key("runs", "folder that holds runs")
+    group_readable: bool = key(
+        False, "the run's files are readable by the user's group (umask 027), not by the user only (077)"
     )
-    seed: int = Field(0, ge=-(2**63), lt=2**63, description="seed of weights, data order and sampling")
-    plugins: Files = Field(
-        [], description="Python files that register algorithms, optimizers, engines or layers of your own"
+    seed: int = key(0, "seed of weights, data order and sampling", ge=-(2**63), lt=2**63)
+    plugins: Files = key([], "Python files that register algorithms, optimizers, engines or layers of your own")
+    job_file: PathStr | None = key(None, "Python file of a job of your own, as `hpcrl run` was given it")
+    c10d_backend: Literal["mpi_host", "gloo"] = key(
+        "mpi_host", "torch.distributed backend on the CPU: our own over MPI, or gloo"
     )
-    job_file: PathStr | None = Field(None, description="Python file of a job of your own, as `hpcrl run` was given it")
-    c10d_backend: Literal["mpi_host", "gloo"] = Field(
-        "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
+    nccl_timeout: PositiveInt = key(
+        1800, "on GPUs: seconds after which a collective of NCCL or gloo that has not ended fails"
     )
-    nccl_timeout: PositiveInt = Field(
-        1800, description="on GPUs: seconds after which a collective of NCCL or gloo that has not ended fails"
-    )
-    cpu_bind: bool = Field(
+    cpu_bind: bool = key(
         True,
-        description="on GPUs: bind each rank to CPUs near its GPU, unless the launcher has bound it; ranks whose GPUs "
+        "on GPUs: bind each rank to CPUs near its GPU, unless the launcher has bound it; ranks whose GPUs "
         "are near the same CPUs divide them",
     )
-    full_determinism: bool = Field(
-        False, description="on GPUs: kernels that always add in one order, which are slower; the CPU's always do"
+    full_determinism: bool = key(
+        False, "on GPUs: kernels that always add in one order, which are slower; the CPU's always do"
     )
-    memory_snapshot: bool = Field(
+    memory_snapshot: bool = key(
         False,
-        description="on GPUs: keep the Python stacks of the last 100,000 allocations, and write them to "
+        "on GPUs: keep the Python stacks of the last 100,000 allocations, and write them to "
         "logs/oom_rank_*.pickle when the memory is not enough; costs 2 to 4 us of host time per allocation",
     )
-    owner_heartbeat_seconds: float = Field(
+    owner_heartbeat_seconds: float = key(
         10.0,
+        "seconds between two heartbeats of the folder's owner; after three, a start on another host takes "
+        "the folder of a run that was killed",
         gt=0.0,
         le=3600.0,
-        description="seconds between two heartbeats of the folder's owner; after three, a start on another host takes "
-        "the folder of a run that was killed",
     )
     watchdog: WatchdogConfig = subsection(WatchdogConfig, "hangs")
 
@@ -199,33 +201,30 @@ class RunConfig(Section):
 class RecomputeConfig(Section):
     """Activations that training does not keep but computes again in the backward pass; Megatron's options."""
 
-    granularity: Literal["selective", "full"] | None = Field(
-        None, description="null: keep all; selective: all but what `modules` compute; full: only layers' inputs"
+    granularity: Literal["selective", "full"] | None = key(
+        None, "null: keep all; selective: all but what `modules` compute; full: only layers' inputs"
     )
-    method: Literal["uniform", "block"] = Field(
-        "uniform",
-        description="of full: uniform: every num_layers layers together; block: the first num_layers of a stage",
+    method: Literal["uniform", "block"] = key(
+        "uniform", "of full: uniform: every num_layers layers together; block: the first num_layers of a stage"
     )
-    num_layers: PositiveInt = Field(1, description="of full: layers, see method")
-    modules: list[Literal["core_attn", "mlp", "moe"]] = Field(
-        ["core_attn"], description="of selective: what is computed again"
-    )
+    num_layers: PositiveInt = key(1, "of full: layers, see method")
+    modules: list[Literal["core_attn", "mlp", "moe"]] = key(["core_attn"], "of selective: what is computed again")
 
 
 class DdpConfig(Section):
     """Communication between the replicas of a trained model that overlaps with computation; Megatron's options."""
 
-    overlap_grad_reduce: bool | None = Field(
-        None, description="reduce gradients during the last micro-batch's backward pass; null: on GPUs, if possible"
+    overlap_grad_reduce: bool | None = key(
+        None, "reduce gradients during the last micro-batch's backward pass; null: on GPUs, if possible"
     )
-    overlap_param_gather: bool | None = Field(
+    overlap_param_gather: bool | None = key(
         None,
-        description="gather updated weights of a sharded optimizer during the next mini-batch's forward pass; null: "
+        "gather updated weights of a sharded optimizer during the next mini-batch's forward pass; null: "
         "on GPUs, if possible",
     )
-    bucket_size: PositiveInt | None = Field(
+    bucket_size: PositiveInt | None = key(
         None,
-        description="with overlap_grad_reduce, parameters that are communicated at once; null: 40 million, or 1 "
+        "with overlap_grad_reduce, parameters that are communicated at once; null: 40 million, or 1 "
         "million per replica if more",
     )
 
@@ -233,14 +232,12 @@ class DdpConfig(Section):
 class TransformerEngineConfig(Section):
     """Transformer Engine's layers instead of megatron's own, on GPUs."""
 
-    enable: bool | None = Field(
-        None, description="true: its norms and linear layers, in TF32 for float32; null: only what fp8 needs"
+    enable: bool | None = key(None, "true: its norms and linear layers, in TF32 for float32; null: only what fp8 needs")
+    fp8: Literal["e4m3", "hybrid"] | None = key(
+        None, "8-bit products of large weights: e4m3; hybrid: e5m2 for gradients; null: in model.dtype"
     )
-    fp8: Literal["e4m3", "hybrid"] | None = Field(
-        None, description="8-bit products of large weights: e4m3; hybrid: e5m2 for gradients; null: in model.dtype"
-    )
-    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = Field(
-        "tensorwise", description="scales of 8-bit products; mxfp8 needs Blackwell, the others Hopper"
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = key(
+        "tensorwise", "scales of 8-bit products; mxfp8 needs Blackwell, the others Hopper"
     )
 
 
@@ -256,47 +253,46 @@ class RopeScalingConfig(Section):
 
     rope_type: Literal["linear", "llama3", "yarn"] = Field(description="formula")
     factor: PositiveFloat = Field(description="how much longer sequences may become")
-    original_max_position_embeddings: PositiveInt | None = Field(
-        None, description="llama3, yarn: longest sequence of the first training; null: model.max_position_embeddings"
+    original_max_position_embeddings: PositiveInt | None = key(
+        None, "llama3, yarn: longest sequence of the first training; null: model.max_position_embeddings"
     )
-    low_freq_factor: PositiveFloat | None = Field(
-        None, description="llama3: wavelengths above the original length over this are stretched"
+    low_freq_factor: PositiveFloat | None = key(
+        None, "llama3: wavelengths above the original length over this are stretched"
     )
-    high_freq_factor: PositiveFloat | None = Field(
-        None, description="llama3: wavelengths below the original length over this are kept"
+    high_freq_factor: PositiveFloat | None = key(
+        None, "llama3: wavelengths below the original length over this are kept"
     )
-    beta_fast: PositiveFloat | None = Field(None, description="yarn: frequencies above these turns are kept; null: 32")
-    beta_slow: PositiveFloat | None = Field(None, description="yarn: those below these turns are stretched; null: 1")
-    attention_factor: PositiveFloat | None = Field(None, description="yarn: on the embedding; null: by the factor")
+    beta_fast: PositiveFloat | None = key(None, "yarn: frequencies above these turns are kept; null: 32")
+    beta_slow: PositiveFloat | None = key(None, "yarn: those below these turns are stretched; null: 1")
+    attention_factor: PositiveFloat | None = key(None, "yarn: on the embedding; null: by the factor")
 
 
 class MoeConfig(Section):
     """What routers add to the loss of the model that is trained: sums over layers, in Megatron's names.
     `load_imbalance` is only for predictions."""
 
-    aux_loss_coeff: NonNegativeFloat = Field(
-        0.0, description="weight of the loss that balances experts within each sequence; 0: none"
+    aux_loss_coeff: NonNegativeFloat = key(
+        0.0, "weight of the loss that balances experts within each sequence; 0: none"
     )
-    z_loss_coeff: NonNegativeFloat = Field(0.0, description="weight of the loss that keeps logits small; 0: none")
-    load_imbalance: float | None = Field(
+    z_loss_coeff: NonNegativeFloat = key(0.0, "weight of the loss that keeps logits small; 0: none")
+    load_imbalance: float | None = key(
         None,
-        ge=1.0,
-        description="tokens of the busiest expert over the mean, beyond what chance gives it, for predicted times: "
+        "tokens of the busiest expert over the mean, beyond what chance gives it, for predicted times: "
         "actor/moe_load_imbalance/mean of a run; null is 1. `perf/predicted_s` has each step's own, and `--calibrate` "
         "that of the median step",
+        ge=1.0,
     )
 
 
 class VisionConfig(Section):
     """The vision tower of a vision-language model, which `model.path` names."""
 
-    train: Literal["none", "merger", "tower", "all"] = Field(
-        "none",
-        description="part that is trained: the merger, which maps patches to tokens, the tower before it, or all",
+    train: Literal["none", "merger", "tower", "all"] = key(
+        "none", "part that is trained: the merger, which maps patches to tokens, the tower before it, or all"
     )
-    lr: PositiveFloat | None = Field(None, description="peak learning rate of what is trained of it; null: the role's")
-    cache_gib: NonNegativeFloat = Field(
-        1.0, description="GiB of host memory per rollout rank for features of pictures, while the tower is frozen"
+    lr: PositiveFloat | None = key(None, "peak learning rate of what is trained of it; null: the role's")
+    cache_gib: NonNegativeFloat = key(
+        1.0, "GiB of host memory per rollout rank for features of pictures, while the tower is frozen"
     )
 
 
@@ -306,81 +302,77 @@ class ModelConfig(Section):
     The architecture is given here, or is that of the Hugging Face directory `path`; the rest holds for both.
     """
 
-    path: PathStr | None = Field(None, description="Hugging Face directory, or null for the architecture given here")
-    init_from: PathStr | None = Field(
-        None, description="run, checkpoint or Hugging Face directory whose weights start actor, reference, critic body"
+    path: PathStr | None = key(None, "Hugging Face directory, or null for the architecture given here")
+    init_from: PathStr | None = key(
+        None, "run, checkpoint or Hugging Face directory whose weights start actor, reference, critic body"
     )
-    tokenizer: PathStr | None = Field(None, description="tokenizer directory; null: model.path")
-    hf_config: dict[str, Any] = Field(
+    tokenizer: PathStr | None = key(None, "tokenizer directory; null: model.path")
+    hf_config: dict[str, Any] = key(
         {},
-        description="keys of a config.json: the architecture of a model of any family, with random weights; replaces "
+        "keys of a config.json: the architecture of a model of any family, with random weights; replaces "
         "the keys from family to dense_layers",
     )
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = Field(
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = key(
         "llama",
-        description="model_type of its config.json: qwen2 has biases of queries, keys, values, qwen3* norms of "
+        "model_type of its config.json: qwen2 has biases of queries, keys, values, qwen3* norms of "
         "queries and keys, qwen3_moe and mixtral experts",
     )
-    num_layers: PositiveInt = Field(2, description="transformer layers")
-    hidden_size: PositiveInt = Field(128, description="width of the residual stream")
-    ffn_hidden_size: PositiveInt = Field(320, description="width of the SwiGLU layer")
-    num_attention_heads: PositiveInt = Field(4, description="query heads")
-    num_query_groups: PositiveInt = Field(2, description="key-value heads")
-    head_dim: PositiveInt | None = Field(None, description="width of a head; null: hidden_size / num_attention_heads")
-    vocab_size: PositiveInt | None = Field(None, description="tokens; null: the tokenizer's")
-    softmax_vocab: Literal["tokenizer", "config"] = Field(
+    num_layers: PositiveInt = key(2, "transformer layers")
+    hidden_size: PositiveInt = key(128, "width of the residual stream")
+    ffn_hidden_size: PositiveInt = key(320, "width of the SwiGLU layer")
+    num_attention_heads: PositiveInt = key(4, "query heads")
+    num_query_groups: PositiveInt = key(2, "key-value heads")
+    head_dim: PositiveInt | None = key(None, "width of a head; null: hidden_size / num_attention_heads")
+    vocab_size: PositiveInt | None = key(None, "tokens; null: the tokenizer's")
+    softmax_vocab: Literal["tokenizer", "config"] = key(
         "tokenizer",
-        description="ids that have a probability, in rollout and training: those of the tokenizer, or all vocab_size "
+        "ids that have a probability, in rollout and training: those of the tokenizer, or all vocab_size "
         "ids, of which some may have no token; teachers and reward models follow the policy's",
     )
-    max_position_embeddings: PositiveInt = Field(4096, description="longest sequence, in tokens")
-    rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary embedding")
-    rope_scaling: RopeScalingConfig | None = Field(None, description="stretching of the rotary embedding; null: none")
-    rms_norm_eps: PositiveFloat = Field(1e-5, description="epsilon of RMSNorm")
-    init_std: PositiveFloat = Field(0.02, description="standard deviation of random weights")
-    tie_word_embeddings: bool = Field(False, description="share embedding and output weights")
-    num_experts: NonNegativeInt = Field(0, description="experts of a layer; 0: none")
-    moe_ffn_hidden_size: PositiveInt | None = Field(None, description="width of an expert; null: ffn_hidden_size")
-    moe_topk: PositiveInt = Field(2, description="experts of each token")
-    moe_norm_topk_prob: bool = Field(True, description="the weights of a token's experts sum to 1")
-    dense_layers: list[NonNegativeInt] = Field([], description="of a model with experts, the layers without, from 0")
+    max_position_embeddings: PositiveInt = key(4096, "longest sequence, in tokens")
+    rope_theta: PositiveFloat = key(10000.0, "base of the rotary embedding")
+    rope_scaling: RopeScalingConfig | None = key(None, "stretching of the rotary embedding; null: none")
+    rms_norm_eps: PositiveFloat = key(1e-5, "epsilon of RMSNorm")
+    init_std: PositiveFloat = key(0.02, "standard deviation of random weights")
+    tie_word_embeddings: bool = key(False, "share embedding and output weights")
+    num_experts: NonNegativeInt = key(0, "experts of a layer; 0: none")
+    moe_ffn_hidden_size: PositiveInt | None = key(None, "width of an expert; null: ffn_hidden_size")
+    moe_topk: PositiveInt = key(2, "experts of each token")
+    moe_norm_topk_prob: bool = key(True, "the weights of a token's experts sum to 1")
+    dense_layers: list[NonNegativeInt] = key([], "of a model with experts, the layers without, from 0")
     moe: MoeConfig = subsection(MoeConfig, "routers in training")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of weights and activations")
+    dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of weights and activations")
     recompute: RecomputeConfig = subsection(RecomputeConfig, "activations that training computes twice to save memory")
-    gradient_accumulation_fusion: bool | None = Field(
-        None,
-        description="add bfloat16 weights' gradients to their float32 sum over micro-batches without rounding; null: "
-        "on GPUs",
+    gradient_accumulation_fusion: bool | None = key(
+        None, "add bfloat16 weights' gradients to their float32 sum over micro-batches without rounding; null: on GPUs"
     )
     ddp: DdpConfig = subsection(DdpConfig, "communication between replicas during computation")
     transformer_engine: TransformerEngineConfig = subsection(
         TransformerEngineConfig, "layers of NVIDIA's Transformer Engine"
     )
     vision: VisionConfig = subsection(VisionConfig, "vision tower of a vision-language model")
-    lora_rank: NonNegativeInt = Field(
-        0, description="rank of the policy's adapters, which are then all that is trained of it; 0: none"
+    lora_rank: NonNegativeInt = key(
+        0, "rank of the policy's adapters, which are then all that is trained of it; 0: none"
     )
-    lora_alpha: PositiveFloat = Field(16.0, description="adapters count lora_alpha / lora_rank times")
-    target_modules: Annotated[list[Projection], BeforeValidator(_projections), Field(min_length=1)] = Field(
-        default_factory=lambda: list(get_args(Projection)),
-        description="projections with an adapter, by Llama's names in every family, experts included; or all-linear",
+    lora_alpha: PositiveFloat = key(16.0, "adapters count lora_alpha / lora_rank times")
+    target_modules: Annotated[list[Projection], BeforeValidator(_projections), Field(min_length=1)] = key(
+        list(get_args(Projection)),
+        "projections with an adapter, by Llama's names in every family, experts included; or all-linear",
     )
 
 
 class RolePlacement(Section):
-    pool: str = Field("all", description="name of a pool in placement.pools")
-    tp: PositiveInt = Field(1, description="tensor-parallel size")
-    pp: PositiveInt = Field(1, description="pipeline-parallel size")
-    cp: PositiveInt = Field(1, description="context-parallel size")
-    ep: PositiveInt = Field(1, description="expert-parallel size")
-    etp: PositiveInt = Field(1, description="tensor-parallel size of experts")
-    vpp: PositiveInt = Field(1, description="virtual pipeline chunks per stage")
+    pool: str = key("all", "name of a pool in placement.pools")
+    tp: PositiveInt = key(1, "tensor-parallel size")
+    pp: PositiveInt = key(1, "pipeline-parallel size")
+    cp: PositiveInt = key(1, "context-parallel size")
+    ep: PositiveInt = key(1, "expert-parallel size")
+    etp: PositiveInt = key(1, "tensor-parallel size of experts")
+    vpp: PositiveInt = key(1, "virtual pipeline chunks per stage")
 
 
 class PlacementConfig(Section):
-    pools: dict[str, str] = Field(
-        default_factory=lambda: {"all": "*"}, description='name -> world ranks: "*", "0-63", "0,2,4-7"'
-    )
+    pools: dict[str, str] = key({"all": "*"}, 'name -> world ranks: "*", "0-63", "0,2,4-7"')
     actor: RolePlacement = subsection(RolePlacement, "layout of the trained policy")
     critic: RolePlacement = subsection(RolePlacement, "layout of the value model")
     ref: RolePlacement = subsection(RolePlacement, "layout of the reference policy")
@@ -391,23 +383,21 @@ class PlacementConfig(Section):
 
 
 class SamplerConfig(OpenSection):
-    class_path: PathStr | None = Field(
-        None, description="Python file of a sampler of your own; null: the built-in order"
-    )
-    class_name: str | None = Field(
-        None, description="class in that file, or a built-in curriculum: DifficultyCurriculum, LevelCurriculum"
+    class_path: PathStr | None = key(None, "Python file of a sampler of your own; null: the built-in order")
+    class_name: str | None = key(
+        None, "class in that file, or a built-in curriculum: DifficultyCurriculum, LevelCurriculum"
     )
 
 
 class DataConfig(Section):
-    train_files: Files = Field([], description="Parquet, JSON or Arrow files of training prompts")
-    train_weights: list[PositiveFloat] | None = Field(
-        None, description="share of each training file in the prompts drawn; null: all files laid end to end"
+    train_files: Files = key([], "Parquet, JSON or Arrow files of training prompts")
+    train_weights: list[PositiveFloat] | None = key(
+        None, "share of each training file in the prompts drawn; null: all files laid end to end"
     )
     sampler: SamplerConfig = subsection(SamplerConfig, "which training prompts come next")
-    val_files: Files = Field([], description="Parquet, JSON or Arrow files of validation prompts")
-    train_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N training rows; -1: all")
-    val_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N validation rows; -1: all")
+    val_files: Files = key([], "Parquet, JSON or Arrow files of validation prompts")
+    train_max_samples: PositiveOrMinusOne = key(-1, "use only the first N training rows; -1: all")
+    val_max_samples: PositiveOrMinusOne = key(-1, "use only the first N validation rows; -1: all")
     format: Literal[
         "auto",
         "ready",
@@ -417,106 +407,98 @@ class DataConfig(Section):
         "sharegpt_preference",
         "prompt_completion",
         "implicit_preference",
-    ] = Field("auto", description="what the files' rows are; auto: by their columns; ready: as this program has them")
-    prompt_key: str = Field("prompt", description="column that holds the chat messages or the prompt string")
-    train_batch_size: PositiveInt = Field(1024, description="prompts per step, over all ranks")
-    gen_batch_size: PositiveInt | None = Field(
-        None, description="prompts per generation under algorithm.filter_groups; null: train_batch_size"
+    ] = key("auto", "what the files' rows are; auto: by their columns; ready: as this program has them")
+    prompt_key: str = key("prompt", "column that holds the chat messages or the prompt string")
+    train_batch_size: PositiveInt = key(1024, "prompts per step, over all ranks")
+    gen_batch_size: PositiveInt | None = key(
+        None, "prompts per generation under algorithm.filter_groups; null: train_batch_size"
     )
-    max_prompt_length: PositiveInt = Field(512, description="tokens of a prompt at most")
-    max_response_length: PositiveInt = Field(512, description="tokens of a response at most")
-    shuffle: bool = Field(True, description="permute the rows anew in each epoch, keyed by (seed, epoch)")
-    filter_overlong_prompts: bool = Field(False, description="leave out prompts above max_prompt_length")
-    truncation: Literal["error", "left", "right", "middle"] = Field(
-        "error", description="what to do with a prompt above max_prompt_length"
+    max_prompt_length: PositiveInt = key(512, "tokens of a prompt at most")
+    max_response_length: PositiveInt = key(512, "tokens of a response at most")
+    shuffle: bool = key(True, "permute the rows anew in each epoch, keyed by (seed, epoch)")
+    filter_overlong_prompts: bool = key(False, "leave out prompts above max_prompt_length")
+    truncation: Literal["error", "left", "right", "middle"] = key(
+        "error", "what to do with a prompt above max_prompt_length"
     )
-    chat_template: str | None = Field(None, description="Jinja template in place of the tokenizer's own")
-    apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(
-        {}, description="extra arguments of the chat template"
-    )
-    accept_dropped_parts: bool = Field(
+    chat_template: str | None = key(None, "Jinja template in place of the tokenizer's own")
+    apply_chat_template_kwargs: dict[str, str | int | float | bool] = key({}, "extra arguments of the chat template")
+    accept_dropped_parts: bool = key(
         False,
-        description="train on answers and turns of which the chat template leaves out a part, such as thoughts or tool "
+        "train on answers and turns of which the chat template leaves out a part, such as thoughts or tool "
         "calls; false: they are an error",
     )
-    accept_generation_prompt_mismatch: bool = Field(
+    accept_generation_prompt_mismatch: bool = key(
         False,
-        description="train on turns whose rendering does not begin with the generation prompt, from where they differ; "
+        "train on turns whose rendering does not begin with the generation prompt, from where they differ; "
         "false: they are an error",
     )
-    image_key: str = Field("images", description="column that holds a row's pictures, for models with a vision tower")
-    video_key: str = Field("videos", description="column that holds a row's videos: lists of frames")
-    min_pixels: PositiveInt | None = Field(
-        None, description="pixels of a resized picture at least; null: the value in preprocessor_config.json"
+    image_key: str = key("images", "column that holds a row's pictures, for models with a vision tower")
+    video_key: str = key("videos", "column that holds a row's videos: lists of frames")
+    min_pixels: PositiveInt | None = key(
+        None, "pixels of a resized picture at least; null: the value in preprocessor_config.json"
     )
-    max_pixels: PositiveInt | None = Field(
-        None, description="pixels of a resized picture at most; null: the value in preprocessor_config.json"
+    max_pixels: PositiveInt | None = key(
+        None, "pixels of a resized picture at most; null: the value in preprocessor_config.json"
     )
-    max_image_pixels: PositiveInt = Field(
-        89_478_485, description="pixels of a picture in a data file at most, compared before it is decoded"
+    max_image_pixels: PositiveInt = key(
+        89_478_485, "pixels of a picture in a data file at most, compared before it is decoded"
     )
-    bad_images: Literal["error", "skip"] = Field(
-        "error", description="what to do with a row whose pictures cannot be used"
-    )
-    image_workers: NonNegativeInt = Field(
-        0, description="processes per rank that decode pictures ahead of the step; 0: the rank itself does, in the step"
+    bad_images: Literal["error", "skip"] = key("error", "what to do with a row whose pictures cannot be used")
+    image_workers: NonNegativeInt = key(
+        0, "processes per rank that decode pictures ahead of the step; 0: the rank itself does, in the step"
     )
 
 
 class ValKwargs(Section):
-    n: PositiveInt = Field(1, description="samples per validation prompt")
-    do_sample: bool | None = Field(None, description="false: greedy, whatever the temperature; null: by temperature")
-    temperature: NonNegativeFloat = Field(0.0, description="sampling temperature; 0 is greedy")
-    top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
-    top_p: PositiveFraction = Field(1.0, description="nucleus probability mass")
+    n: PositiveInt = key(1, "samples per validation prompt")
+    do_sample: bool | None = key(None, "false: greedy, whatever the temperature; null: by temperature")
+    temperature: NonNegativeFloat = key(0.0, "sampling temperature; 0 is greedy")
+    top_k: PositiveOrMinusOne = key(-1, "keep the k likeliest tokens; -1: all")
+    top_p: PositiveFraction = key(1.0, "nucleus probability mass")
 
 
 class EnvironmentConfig(Section):
     """What an agent acts in: an object of a class of your own for each trajectory, in a process of its own."""
 
-    path: PathStr | None = Field(None, description="Python file of an environment (hpcrl.api.Environment); null: none")
-    name: str = Field("Environment", description="class in that file")
-    kwargs: dict[str, str | int | float | bool] = Field({}, description="arguments of the class")
-    timeout: PositiveFloat = Field(
-        60.0, description="seconds for a reset or a step; then the sample ends and does not count"
+    path: PathStr | None = key(None, "Python file of an environment (hpcrl.api.Environment); null: none")
+    name: str = key("Environment", "class in that file")
+    kwargs: dict[str, str | int | float | bool] = key({}, "arguments of the class")
+    timeout: PositiveFloat = key(60.0, "seconds for a reset or a step; then the sample ends and does not count")
+    memory_limit_mb: PositiveInt = key(4096, "memory of one environment's processes")
+    max_processes: PositiveInt = key(64, "processes of one environment")
+    max_file_mb: PositiveInt = key(1024, "size of each file that an environment writes")
+    max_open: PositiveInt | None = key(
+        None, "environments at the same time per rollout leader; null: rollout.max_num_seqs"
     )
-    memory_limit_mb: PositiveInt = Field(4096, description="memory of one environment's processes")
-    max_processes: PositiveInt = Field(64, description="processes of one environment")
-    max_file_mb: PositiveInt = Field(1024, description="size of each file that an environment writes")
-    max_open: PositiveInt | None = Field(
-        None, description="environments at the same time per rollout leader; null: rollout.max_num_seqs"
-    )
-    num_workers: PositiveInt | None = Field(
-        None, description="of these, how many run a step at the same time; null: as many as the leader has CPUs"
+    num_workers: PositiveInt | None = key(
+        None, "of these, how many run a step at the same time; null: as many as the leader has CPUs"
     )
 
 
 class MultiTurnConfig(Section):
     """Tools and users that answer the model inside a response."""
 
-    enable: bool = Field(False, description="continue after a tool call or a user's answer, in the same response")
-    max_assistant_turns: PositiveInt | None = Field(None, description="turns of the model at most; null: any number")
-    max_user_turns: PositiveInt | None = Field(None, description="answers by tools and users at most; null: any number")
-    max_parallel_calls: PositiveInt = Field(1, description="tool calls of one turn that are carried out")
-    format: str = Field(
+    enable: bool = key(False, "continue after a tool call or a user's answer, in the same response")
+    max_assistant_turns: PositiveInt | None = key(None, "turns of the model at most; null: any number")
+    max_user_turns: PositiveInt | None = key(None, "answers by tools and users at most; null: any number")
+    max_parallel_calls: PositiveInt = key(1, "tool calls of one turn that are carried out")
+    format: str = key(
         "hermes",
-        description="how the model writes a tool call: hermes, json, qwen3_coder, openai (GPT-OSS), glm45, kimi_k2, "
+        "how the model writes a tool call: hermes, json, qwen3_coder, openai (GPT-OSS), glm45, kimi_k2, "
         "minimax_m2, apertus, or a parser that the tools' file registers",
     )
-    function_tool_path: PathStr | None = Field(
-        None, description="Python file whose functions marked @tool are the tools"
+    function_tool_path: PathStr | None = key(None, "Python file whose functions marked @tool are the tools")
+    tool_timeout: PositiveFloat = key(10.0, "seconds for one tool call; then its answer says so")
+    num_tool_workers: PositiveInt = key(1, "processes per rollout leader that run tools")
+    max_tool_response_length: PositiveInt = key(1024, "tokens of one tool's answer at most")
+    tool_response_truncate_side: Literal["left", "middle", "right"] = key(
+        "middle", "which side of an answer that is too long is kept; middle: both ends"
     )
-    tool_timeout: PositiveFloat = Field(10.0, description="seconds for one tool call; then its answer says so")
-    num_tool_workers: PositiveInt = Field(1, description="processes per rollout leader that run tools")
-    max_tool_response_length: PositiveInt = Field(1024, description="tokens of one tool's answer at most")
-    tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
-        "middle", description="which side of an answer that is too long is kept; middle: both ends"
-    )
-    interaction_path: PathStr | None = Field(None, description="Python file of a user simulator; null: no user answers")
-    interaction_name: str = Field("Interaction", description="class in that file")
-    template_history: bool = Field(
+    interaction_path: PathStr | None = key(None, "Python file of a user simulator; null: no user answers")
+    interaction_name: str = key("Interaction", "class in that file")
+    template_history: bool = key(
         False,
-        description="the model reads its earlier turns as the chat template renders them; where that is not what it "
+        "the model reads its earlier turns as the chat template renders them; where that is not what it "
         "wrote, a new sequence begins",
     )
     environment: EnvironmentConfig = subsection(EnvironmentConfig, "an environment, in place of tools and users")
@@ -529,59 +511,55 @@ class MultiTurnConfig(Section):
 class CheckpointEngineConfig(Section):
     """How weights go from the actor to the engine; the name is verl's."""
 
-    update_weights_bucket_megabytes: PositiveInt = Field(
-        256, description="memory of a refit beyond the weights themselves, per rank, in MiB"
+    update_weights_bucket_megabytes: PositiveInt = key(
+        256, "memory of a refit beyond the weights themselves, per rank, in MiB"
     )
-    alias: bool = Field(True, description="share a weight with the actor where both sides have the same slice of it")
-    verify: Literal["first", "always", "never"] = Field(
-        "first", description="compare checksums of actor and engine after the first two refits, or each one"
+    alias: bool = key(True, "share a weight with the actor where both sides have the same slice of it")
+    verify: Literal["first", "always", "never"] = key(
+        "first", "compare checksums of actor and engine after the first two refits, or each one"
     )
 
 
 class TrtllmConfig(Section):
     """TensorRT-LLM 1.2.1 inside the ranks; it needs GPUs and Open MPI, and has not been run yet."""
 
-    design: Literal["tp_group", "single_process"] = Field(
-        "tp_group", description="tp_group: one worker per rank of a replica; single_process: replicas of tp 1"
+    design: Literal["tp_group", "single_process"] = key(
+        "tp_group", "tp_group: one worker per rank of a replica; single_process: replicas of tp 1"
     )
-    model_dir: PathStr | None = Field(None, description="Hugging Face directory with config.json; null: model.path")
+    model_dir: PathStr | None = key(None, "Hugging Face directory with config.json; null: model.path")
 
 
 class EngineConfig(Section):
     """Sizes of a generation engine."""
 
-    max_num_seqs: PositiveInt = Field(256, description="sequences that decode at once in a replica at most")
-    max_num_batched_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill call")
-    gpu_memory_utilization: PositiveFraction = Field(
-        0.5, description="share of the free memory that the KV cache may take"
+    max_num_seqs: PositiveInt = key(256, "sequences that decode at once in a replica at most")
+    max_num_batched_tokens: PositiveInt = key(8192, "prompt tokens of one prefill call")
+    gpu_memory_utilization: PositiveFraction = key(0.5, "share of the free memory that the KV cache may take")
+    kv_cache_gib: PositiveFloat | None = key(
+        None, "KV cache of a rank, in GiB; null: by gpu_memory_utilization, at most what the job can use"
     )
-    kv_cache_gib: PositiveFloat | None = Field(
-        None, description="KV cache of a rank, in GiB; null: by gpu_memory_utilization, at most what the job can use"
-    )
-    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    enforce_eager: bool = key(False, "no CUDA graphs")
 
 
 class RolloutConfig(EngineConfig, OpenSection):
-    engine: str = Field("native", description="generation engine: native, tensorrt_llm, vllm, or a plugin's")
-    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype of the engine; null: model.dtype")
-    quantization: Literal["fp8"] | None = Field(
-        None, description="fp8: the engine's matrices of attention, feed-forward layers and experts in 8 bits (native)"
+    engine: str = key("native", "generation engine: native, tensorrt_llm, vllm, or a plugin's")
+    dtype: Literal["float32", "bfloat16"] | None = key(None, "dtype of the engine; null: model.dtype")
+    quantization: Literal["fp8"] | None = key(
+        None, "fp8: the engine's matrices of attention, feed-forward layers and experts in 8 bits (native)"
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = Field(
-        "auto", description="fp8: keys and values in 8 bits, without scales (native engine); auto: rollout.dtype"
+    kv_cache_dtype: Literal["auto", "fp8"] = key(
+        "auto", "fp8: keys and values in 8 bits, without scales (native engine); auto: rollout.dtype"
     )
-    n: PositiveInt = Field(1, description="samples per prompt")
-    temperature: PositiveFloat = Field(1.0, description="sampling temperature")
-    top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
-    top_p: PositiveFraction = Field(1.0, description="nucleus probability mass")
-    ignore_eos: bool = Field(False, description="continue to max_response_length after an end-of-sequence token")
-    enable_prefix_caching: bool = Field(
-        True, description="prefill a prompt once for all samples of its group, and a turn once for the turns after it"
+    n: PositiveInt = key(1, "samples per prompt")
+    temperature: PositiveFloat = key(1.0, "sampling temperature")
+    top_k: PositiveOrMinusOne = key(-1, "keep the k likeliest tokens; -1: all")
+    top_p: PositiveFraction = key(1.0, "nucleus probability mass")
+    ignore_eos: bool = key(False, "continue to max_response_length after an end-of-sequence token")
+    enable_prefix_caching: bool = key(
+        True, "prefill a prompt once for all samples of its group, and a turn once for the turns after it"
     )
-    free_cache_engine: bool = Field(True, description="give the KV cache back between generations")
-    exact: bool = Field(
-        False, description="bitwise the training's log-probs: the actor's dtype and tp, one thread on a CPU; slow"
-    )
+    free_cache_engine: bool = key(True, "give the KV cache back between generations")
+    exact: bool = key(False, "bitwise the training's log-probs: the actor's dtype and tp, one thread on a CPU; slow")
     multi_turn: MultiTurnConfig = subsection(MultiTurnConfig, "tools and users")
     checkpoint_engine: CheckpointEngineConfig = subsection(
         CheckpointEngineConfig, "refit, from the actor's weights to the engine's"
@@ -598,20 +576,18 @@ class RolloutConfig(EngineConfig, OpenSection):
 
 
 class OptimConfig(OpenSection, *built_in_parameters()):  # type: ignore[misc]
-    lr: NonNegativeFloat = Field(1e-6, description="peak learning rate")
-    optimizer: str = Field("adam", description=f"{', '.join(OPTIMIZERS.names())}, or a plugin's; adam is AdamW")
-    lr_warmup_steps: int = Field(
-        -1, ge=-1, description="optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio"
+    lr: NonNegativeFloat = key(1e-6, "peak learning rate")
+    optimizer: str = key("adam", f"{', '.join(OPTIMIZERS.names())}, or a plugin's; adam is AdamW")
+    lr_warmup_steps: int = key(-1, "optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio", ge=-1)
+    lr_warmup_steps_ratio: Fraction = key(0.0, "warm-up as a share of all optimizer steps")
+    lr_warmup_init: NonNegativeFloat = key(0.0, "learning rate at the start of the warm-up")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = key(
+        "constant", "shape after the warm-up"
     )
-    lr_warmup_steps_ratio: Fraction = Field(0.0, description="warm-up as a share of all optimizer steps")
-    lr_warmup_init: NonNegativeFloat = Field(0.0, description="learning rate at the start of the warm-up")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = Field(
-        "constant", description="shape after the warm-up"
-    )
-    lr_decay_steps: PositiveInt | None = Field(None, description="optimizer steps until min_lr; null: all of them")
-    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay")
-    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
-    clip_grad: NonNegativeFloat = Field(1.0, description="gradient norm at most; 0: no clipping")
+    lr_decay_steps: PositiveInt | None = key(None, "optimizer steps until min_lr; null: all of them")
+    min_lr: NonNegativeFloat = key(0.0, "learning rate at the end of the decay")
+    weight_decay: NonNegativeFloat = key(0.01, "decoupled weight decay")
+    clip_grad: NonNegativeFloat = key(1.0, "gradient norm at most; 0: no clipping")
 
     def chosen(self) -> Optimizer:
         """The optimizer that is named, with its parameters. Raises UnknownName, and ValueError for its parameters."""
@@ -634,81 +610,72 @@ class OptimConfig(OpenSection, *built_in_parameters()):  # type: ignore[misc]
 
 
 class PolicyLossConfig(OpenSection, PolicyLossParameters):
-    loss_mode: str = Field("vanilla", description="name of a registered policy loss")
+    loss_mode: str = key("vanilla", "name of a registered policy loss")
 
 
 class RouterReplayConfig(Section):
     """Training sends tokens to the experts of an earlier pass, of a model with experts."""
 
-    mode: Literal["disabled", "R2", "R3"] = Field(
-        "disabled",
-        description="R2: those of the log-probs before the update; R3: those of the rollout (native engine), in both",
+    mode: Literal["disabled", "R2", "R3"] = key(
+        "disabled", "R2: those of the log-probs before the update; R3: those of the rollout (native engine), in both"
     )
 
 
 class ActorConfig(Section, ActorParameters):
     optim: OptimConfig = subsection(OptimConfig, "optimizer")
-    ppo_mini_batch_size: PositiveInt = Field(256, description="prompts per optimizer step, over all ranks")
-    ppo_max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
-    ppo_epochs: PositiveInt = Field(1, description="passes over a step's samples")
+    ppo_mini_batch_size: PositiveInt = key(256, "prompts per optimizer step, over all ranks")
+    ppo_max_token_len_per_gpu: PositiveInt = key(16384, "tokens per micro-batch of one model replica")
+    ppo_epochs: PositiveInt = key(1, "passes over a step's samples")
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig, "which experts tokens go to in training")
-    loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
-    loss_scale_factor: PositiveFloat | None = Field(
-        None, description="divisor of seq-mean-token-sum-norm; null: max_response_length"
-    )
-    separate_old_log_prob: bool = Field(
+    loss_agg_mode: LossAggMode = key("token-mean", "how token losses become one number")
+    loss_scale_factor: PositiveFloat | None = key(None, "divisor of seq-mean-token-sum-norm; null: max_response_length")
+    separate_old_log_prob: bool = key(
         False,
-        description="compute old log-probs in a separate forward pass even where a step makes one update; false: take "
+        "compute old log-probs in a separate forward pass even where a step makes one update; false: take "
         "them from that update's forward pass unless something reads them earlier",
     )
     policy_loss: PolicyLossConfig = subsection(PolicyLossConfig, "policy loss")
-    entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
-    calculate_entropy: bool = Field(False, description="log the entropy of the update too, without a bonus")
-    calculate_sum_pi_squared: bool = Field(
-        False, description="log variance_proxy/*; estimators that need the sum of squared probabilities have it anyway"
+    entropy_coeff: float = key(0.0, "weight of the entropy bonus")
+    calculate_entropy: bool = key(False, "log the entropy of the update too, without a bonus")
+    calculate_sum_pi_squared: bool = key(
+        False, "log variance_proxy/*; estimators that need the sum of squared probabilities have it anyway"
     )
-    use_kl_loss: bool = Field(False, description="add a KL term against the reference to the loss")
-    kl_loss_coef: NonNegativeFloat = Field(0.001, description="weight of the KL term in the loss")
-    kl_loss_type: KlKind = Field("low_var_kl", description="estimator of the KL term in the loss")
-    shuffle: bool = Field(
-        True, description="draw mini-batches, the critic's too, by a permutation keyed by (seed, step, ppo epoch)"
-    )
-    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
-    grad_offload: bool = Field(False, description="gradients have no memory while other roles compute")
-    optimizer_offload: bool = Field(False, description="the optimizer's state is in host memory while others compute")
+    use_kl_loss: bool = key(False, "add a KL term against the reference to the loss")
+    kl_loss_coef: NonNegativeFloat = key(0.001, "weight of the KL term in the loss")
+    kl_loss_type: KlKind = key("low_var_kl", "estimator of the KL term in the loss")
+    shuffle: bool = key(True, "draw mini-batches, the critic's too, by a permutation keyed by (seed, step, ppo epoch)")
+    param_offload: bool = key(False, "weights are in host memory while other roles compute")
+    grad_offload: bool = key(False, "gradients have no memory while other roles compute")
+    optimizer_offload: bool = key(False, "the optimizer's state is in host memory while others compute")
 
 
 class CriticConfig(Section):
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
-    ppo_mini_batch_size: PositiveInt | None = Field(None, description="prompts per optimizer step; null: the actor's")
-    ppo_max_token_len_per_gpu: PositiveInt = Field(32768, description="tokens per micro-batch of one model replica")
-    ppo_epochs: PositiveInt | None = Field(None, description="passes over a step's samples; null: the actor's")
-    cliprange_value: PositiveFloat = Field(0.5, description="the new value stays within this of the old one")
-    loss_agg_mode: LossAggMode | None = Field(None, description="null: the actor's")
-    loss_scale_factor: PositiveFloat | None = Field(
-        None, description="divisor of seq-mean-token-sum-norm; null: the actor's"
-    )
-    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
-    grad_offload: bool = Field(False, description="gradients have no memory while other roles compute")
-    optimizer_offload: bool = Field(False, description="the optimizer's state is in host memory while others compute")
+    ppo_mini_batch_size: PositiveInt | None = key(None, "prompts per optimizer step; null: the actor's")
+    ppo_max_token_len_per_gpu: PositiveInt = key(32768, "tokens per micro-batch of one model replica")
+    ppo_epochs: PositiveInt | None = key(None, "passes over a step's samples; null: the actor's")
+    cliprange_value: PositiveFloat = key(0.5, "the new value stays within this of the old one")
+    loss_agg_mode: LossAggMode | None = key(None, "null: the actor's")
+    loss_scale_factor: PositiveFloat | None = key(None, "divisor of seq-mean-token-sum-norm; null: the actor's")
+    param_offload: bool = key(False, "weights are in host memory while other roles compute")
+    grad_offload: bool = key(False, "gradients have no memory while other roles compute")
+    optimizer_offload: bool = key(False, "the optimizer's state is in host memory while others compute")
 
 
 class RefConfig(Section):
-    log_prob_max_token_len_per_gpu: PositiveInt | None = Field(
-        None, description="tokens per micro-batch of one model replica; null: the actor's"
+    log_prob_max_token_len_per_gpu: PositiveInt | None = key(
+        None, "tokens per micro-batch of one model replica; null: the actor's"
     )
-    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
+    param_offload: bool = key(False, "weights are in host memory while other roles compute")
 
 
 class TeacherConfig(Section):
-    init_from: PathStr | None = Field(
-        None, description="weights: a run's folder or a checkpoint; null: model.init_from"
+    init_from: PathStr | None = key(None, "weights: a run's folder or a checkpoint; null: model.init_from")
+    model: ModelConfig | None = key(None, "architecture; null: the actor's")
+    log_prob_max_token_len_per_gpu: PositiveInt | None = key(
+        None, "tokens per micro-batch of one model replica; null: the actor's"
     )
-    model: ModelConfig | None = Field(None, description="architecture; null: the actor's")
-    log_prob_max_token_len_per_gpu: PositiveInt | None = Field(
-        None, description="tokens per micro-batch of one model replica; null: the actor's"
-    )
-    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
+    param_offload: bool = key(False, "weights are in host memory while other roles compute")
 
 
 class DistillationLossConfig(OpenSection, Distillation):
@@ -716,16 +683,16 @@ class DistillationLossConfig(OpenSection, Distillation):
 
 
 class DistillationConfig(Section):
-    enabled: bool = Field(False, description="learn from a teacher on the policy's own samples")
+    enabled: bool = key(False, "learn from a teacher on the policy's own samples")
     distillation_loss: DistillationLossConfig = subsection(DistillationLossConfig, "what the student minimises")
 
 
 class CustomRewardConfig(Section, CustomReward):
-    path: PathStr | None = Field(None, description="Python file of a reward function of your own; null: by data_source")
+    path: PathStr | None = key(None, "Python file of a reward function of your own; null: by data_source")
 
 
 class RewardManagerConfig(Section):
-    name: str = Field("naive", description="how responses reach the scorer, and what is made of its results")
+    name: str = key("naive", "how responses reach the scorer, and what is made of its results")
 
 
 class OverlongBufferConfig(Section, OverlongBuffer):
@@ -739,67 +706,63 @@ class RewardKwargs(Section, RewardKwargsParameters):
 
 
 class RewardModelConfig(Section):
-    enable: bool = Field(False, description="score with a reward model too")
-    init_from: PathStr | None = Field(None, description="its weights: a run's folder or a checkpoint of `hpcrl rm`")
-    model: ModelConfig | None = Field(None, description="its architecture; null: the actor's")
-    weight: float = Field(1.0, description="weight of the reward model's score")
-    rule_weight: float = Field(1.0, description="weight of the rule's score; 0: no rule is asked")
-    max_token_len_per_gpu: PositiveInt = Field(32768, description="tokens per micro-batch of one model replica")
-    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
+    enable: bool = key(False, "score with a reward model too")
+    init_from: PathStr | None = key(None, "its weights: a run's folder or a checkpoint of `hpcrl rm`")
+    model: ModelConfig | None = key(None, "its architecture; null: the actor's")
+    weight: float = key(1.0, "weight of the reward model's score")
+    rule_weight: float = key(1.0, "weight of the rule's score; 0: no rule is asked")
+    max_token_len_per_gpu: PositiveInt = key(32768, "tokens per micro-batch of one model replica")
+    param_offload: bool = key(False, "weights are in host memory while other roles compute")
 
 
 class JudgeConfig(EngineConfig):
     """A second generation engine, of frozen weights, that is asked about responses."""
 
-    enable: bool = Field(False, description="ask a model about every response, and add its verdict to the score")
-    init_from: PathStr | None = Field(
+    enable: bool = key(False, "ask a model about every response, and add its verdict to the score")
+    init_from: PathStr | None = key(
         None,
-        description="its weights: a run, checkpoint or Hugging Face directory; null: model.path, or without model what "
+        "its weights: a run, checkpoint or Hugging Face directory; null: model.path, or without model what "
         "the policy starts from",
     )
-    model: ModelConfig | None = Field(None, description="its architecture and tokenizer; null: the policy's")
-    kind: Literal["score", "pairwise", "rubric"] = Field(
+    model: ModelConfig | None = key(None, "its architecture and tokenizer; null: the policy's")
+    kind: Literal["score", "pairwise", "rubric"] = key(
         "score",
-        description="score: a number per response; pairwise: which of two responses to a prompt, or of a response and "
+        "score: a number per response; pairwise: which of two responses to a prompt, or of a response and "
         "the reference answer, is better; rubric: which criteria a response meets",
     )
-    template: str | None = Field(
+    template: str | None = key(
         None,
-        description="prompt of the judge, with {response} and where wanted {prompt}, {ground_truth}, {rubric}, and for "
+        "prompt of the judge, with {response} and where wanted {prompt}, {ground_truth}, {rubric}, and for "
         "pairwise {other}; null: built in",
     )
-    template_path: PathStr | None = Field(None, description="text file with the template, in place of template")
-    rubric: list[str | dict[str, str | float]] = Field(
-        [],
-        description="criteria, texts or {criterion, weight}, of rows that have none in extra_info.rubric",
+    template_path: PathStr | None = key(None, "text file with the template, in place of template")
+    rubric: list[str | dict[str, str | float]] = key(
+        [], "criteria, texts or {criterion, weight}, of rows that have none in extra_info.rubric"
     )
-    pattern: str | None = Field(
+    pattern: str | None = key(
         None,
-        description="regular expression of a verdict, of which the last match counts: one group (score: the number, "
+        "regular expression of a verdict, of which the last match counts: one group (score: the number, "
         "pairwise: A, B or C), rubric: two (number of the criterion, yes or no); null: the built-in template's",
     )
-    scale: Annotated[list[float], Field(min_length=2, max_length=2)] | None = Field(
-        default_factory=lambda: [0.0, 10.0],
-        description="score: numbers that become 0 and 1; others are no verdicts; null: any, unchanged",
+    scale: Annotated[list[float], Field(min_length=2, max_length=2)] | None = key(
+        [0.0, 10.0], "score: numbers that become 0 and 1; others are no verdicts; null: any, unchanged"
     )
-    weight: float = Field(1.0, description="weight of the judge's score")
-    rule_weight: float = Field(1.0, description="weight of the rule's score; 0: no rule is asked")
-    default_score: float = Field(0.0, description="the judge's score of a sample without a verdict that can be read")
-    temperature: NonNegativeFloat = Field(0.0, description="of the judge's answers; 0: the likeliest tokens")
-    num_retries: NonNegativeInt = Field(
-        1, description="further answers where a verdict cannot be read; at temperature 1 if temperature is 0"
+    weight: float = key(1.0, "weight of the judge's score")
+    rule_weight: float = key(1.0, "weight of the rule's score; 0: no rule is asked")
+    default_score: float = key(0.0, "the judge's score of a sample without a verdict that can be read")
+    temperature: NonNegativeFloat = key(0.0, "of the judge's answers; 0: the likeliest tokens")
+    num_retries: NonNegativeInt = key(
+        1, "further answers where a verdict cannot be read; at temperature 1 if temperature is 0"
     )
-    apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(
-        {}, description="extra arguments of the judge's chat template"
+    apply_chat_template_kwargs: dict[str, str | int | float | bool] = key(
+        {}, "extra arguments of the judge's chat template"
     )
-    max_prompt_length: PositiveInt = Field(
-        4096, description="tokens of the judge's prompt; a sample that needs more has no verdict"
+    max_prompt_length: PositiveInt = key(4096, "tokens of the judge's prompt; a sample that needs more has no verdict")
+    max_response_length: PositiveInt = key(512, "tokens of the judge's answer at most")
+    cache_size: PositiveInt = key(
+        65536, "answers that a replica keeps, in memory and in <run>/judge/, and does not draw again"
     )
-    max_response_length: PositiveInt = Field(512, description="tokens of the judge's answer at most")
-    cache_size: PositiveInt = Field(
-        65536, description="answers that a replica keeps, in memory and in <run>/judge/, and does not draw again"
-    )
-    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
+    param_offload: bool = key(False, "weights are in host memory while other roles compute")
 
 
 class RewardConfig(OpenSection, Scoring):
@@ -827,14 +790,14 @@ class KlCtrlConfig(Section, KlCtrl):
 class FilterGroupsConfig(Section):
     null_is_default = frozenset({"metric"})
 
-    enable: bool = Field(False, description="drop prompts whose samples all score the same, and draw others (DAPO)")
-    metric: str = Field("reward", description="what must differ: reward, score, acc, or a key that the scorer returns")
-    max_num_gen_batches: NonNegativeInt = Field(0, description="generations per step at most; 0: any number")
-    max_dropped_prompts: NonNegativeInt = Field(
-        2000, description="the job ends once so many prompts in a row are dropped and none is kept; 0: it continues"
+    enable: bool = key(False, "drop prompts whose samples all score the same, and draw others (DAPO)")
+    metric: str = key("reward", "what must differ: reward, score, acc, or a key that the scorer returns")
+    max_num_gen_batches: NonNegativeInt = key(0, "generations per step at most; 0: any number")
+    max_dropped_prompts: NonNegativeInt = key(
+        2000, "the job ends once so many prompts in a row are dropped and none is kept; 0: it continues"
     )
-    max_inflight_gen_batches: PositiveInt = Field(
-        1, description="verl's key, without effect here: generations come one after another"
+    max_inflight_gen_batches: PositiveInt = key(
+        1, "verl's key, without effect here: generations come one after another"
     )
 
 
@@ -843,18 +806,18 @@ class PfPpoConfig(Section, PfPpo):
 
 
 class RolloutCorrectionConfig(Section, RolloutCorrection):
-    preset: str | None = Field(None, description="a preset's name, whose values the other keys then change")
+    preset: str | None = key(None, "a preset's name, whose values the other keys then change")
 
 
 class AlgorithmConfig(OpenSection, AlgorithmParameters):
     null_is_default = frozenset({"gdpo_reward_keys", "filter_groups", "rollout_correction"})
 
-    adv_estimator: str = Field("gae", description="name of a registered advantage estimator")
-    use_kl_in_reward: bool = Field(False, description="subtract the KL penalty from the token rewards")
-    kl_penalty: KlKind = Field("kl", description="estimator of the KL penalty in the reward; a + changes nothing here")
+    adv_estimator: str = key("gae", "name of a registered advantage estimator")
+    use_kl_in_reward: bool = key(False, "subtract the KL penalty from the token rewards")
+    kl_penalty: KlKind = key("kl", "estimator of the KL penalty in the reward; a + changes nothing here")
     kl_ctrl: KlCtrlConfig = subsection(KlCtrlConfig, "KL controller of the reward penalty")
     filter_groups: FilterGroupsConfig = subsection(FilterGroupsConfig, "dynamic sampling")
-    use_pf_ppo: bool = Field(False, description="resample a step's samples by their scores (PF-PPO); gae only")
+    use_pf_ppo: bool = key(False, "resample a step's samples by their scores (PF-PPO); gae only")
     pf_ppo: PfPpoConfig = subsection(PfPpoConfig, "PF-PPO")
     rollout_correction: RolloutCorrectionConfig = subsection(
         RolloutCorrectionConfig, "correction of rollout against training log-probs"
@@ -864,106 +827,100 @@ class AlgorithmConfig(OpenSection, AlgorithmParameters):
 class CheckpointConfig(Section):
     """How checkpoints are written, and which ones stay beside the newest trainer.max_ckpt_to_keep."""
 
-    async_save: bool = Field(
-        True,
-        description="training continues while a checkpoint is written, from a copy in host memory; false: it waits",
+    async_save: bool = key(
+        True, "training continues while a checkpoint is written, from a copy in host memory; false: it waits"
     )
-    scratch_dir: NodePath | None = Field(
+    scratch_dir: NodePath | None = key(
         None,
-        description="folder on each node that a checkpoint is written to before it goes to the run directory, "
+        "folder on each node that a checkpoint is written to before it goes to the run directory, "
         "with variables of the node; null: straight to the run directory",
     )
-    snapshot_dir: NodePath = Field(
+    snapshot_dir: NodePath = key(
         "/dev/shm",
-        description="folder in memory of each node for the snapshots of trainer.snapshot_freq, with variables of the "
-        "node",
+        "folder in memory of each node for the snapshots of trainer.snapshot_freq, with variables of the node",
     )
-    keep_every: PositiveInt | None = Field(None, description="checkpoints of every N-th step stay; null: none")
-    keep_best: PositiveInt | None = Field(None, description="the N checkpoints best by best_metric stay; null: none")
-    best_metric: str | None = Field(
-        None, description="metric of the saved step, as metrics.jsonl names it: val-core/countdown/acc/mean@1"
+    keep_every: PositiveInt | None = key(None, "checkpoints of every N-th step stay; null: none")
+    keep_best: PositiveInt | None = key(None, "the N checkpoints best by best_metric stay; null: none")
+    best_metric: str | None = key(
+        None, "metric of the saved step, as metrics.jsonl names it: val-core/countdown/acc/mean@1"
     )
-    best_mode: Literal["max", "min"] = Field("max", description="max: a larger best_metric is better; min: a smaller")
+    best_mode: Literal["max", "min"] = key("max", "max: a larger best_metric is better; min: a smaller")
 
 
 class TrainerConfig(Section):
     null_is_default = frozenset({"logger", "profile_steps", "project_name"})
 
-    total_epochs: PositiveInt = Field(30, description="passes over the training prompts")
-    total_training_steps: PositiveInt | None = Field(None, description="steps; null: by total_epochs")
-    test_freq: PositiveOrMinusOne = Field(-1, description="validate every N steps; -1: never")
-    save_freq: PositiveOrMinusOne = Field(-1, description="save every N steps and at the end; -1: never")
-    snapshot_freq: NonNegativeInt = Field(
+    total_epochs: PositiveInt = key(30, "passes over the training prompts")
+    total_training_steps: PositiveInt | None = key(None, "steps; null: by total_epochs")
+    test_freq: PositiveOrMinusOne = key(-1, "validate every N steps; -1: never")
+    save_freq: PositiveOrMinusOne = key(-1, "save every N steps and at the end; -1: never")
+    snapshot_freq: NonNegativeInt = key(
         0,
-        description="steps between two snapshots of models and optimizers in memory of the nodes, from which the next "
+        "steps between two snapshots of models and optimizers in memory of the nodes, from which the next "
         "start on these nodes resumes; 0: none",
     )
-    save_hf: bool = Field(False, description="put the policy into each checkpoint as a Hugging Face directory, too")
-    val_before_train: bool = Field(True, description="validate before the first step")
-    critic_warmup: NonNegativeInt = Field(0, description="steps that train only the critic")
-    rollouts_from: PathStr | None = Field(
-        None, description="rollout archive folder that feeds the steps, in place of rollout"
-    )
-    save_rollouts: bool = Field(True, description="write rollouts/step_*.h5")
-    record_update_steps: Annotated[list[PositiveInt], AfterValidator(_each_once)] = Field(
+    save_hf: bool = key(False, "put the policy into each checkpoint as a Hugging Face directory, too")
+    val_before_train: bool = key(True, "validate before the first step")
+    critic_warmup: NonNegativeInt = key(0, "steps that train only the critic")
+    rollouts_from: PathStr | None = key(None, "rollout archive folder that feeds the steps, in place of rollout")
+    save_rollouts: bool = key(True, "write rollouts/step_*.h5")
+    record_update_steps: Annotated[list[PositiveInt], AfterValidator(_each_once)] = key(
         [],
-        description="steps of train in whose rollouts/step_*.h5 the actor's update adds log-probs at and after the "
+        "steps of train in whose rollouts/step_*.h5 the actor's update adds log-probs at and after the "
         "update and loss_gradients, at the cost of one forward pass",
     )
-    reuse_rollouts: bool = Field(
+    reuse_rollouts: bool = key(
         True,
-        description="write finished responses through to rollouts/*.gen.log; a step that was cut short is resumed with "
+        "write finished responses through to rollouts/*.gen.log; a step that was cut short is resumed with "
         "them. false: it is generated again, bit for bit",
     )
-    max_ckpt_to_keep: PositiveInt | None = Field(
-        3, description="newest checkpoints that stay; null: all, as in runs that began before this had a bound"
+    max_ckpt_to_keep: PositiveInt | None = key(
+        3, "newest checkpoints that stay; null: all, as in runs that began before this had a bound"
     )
     checkpoint: CheckpointConfig = subsection(CheckpointConfig, "how checkpoints are written")
-    resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: resume from the newest valid checkpoint")
-    logger: Loggers = Field(
-        default=["console", "tensorboard"],
-        description="where metrics go; the console, TensorBoard and metrics.jsonl always have them",
+    resume_mode: Literal["auto", "disable"] = key("auto", "auto: resume from the newest valid checkpoint")
+    logger: Loggers = key(
+        ["console", "tensorboard"], "where metrics go; the console, TensorBoard and metrics.jsonl always have them"
     )
-    project_name: DisplayName = Field("hpcrl", description="project of wandb, experiment of MLflow")
-    experiment_name: DisplayName | None = Field(None, description="name of the run in wandb and MLflow; null: run.name")
-    log_val_generations: NonNegativeInt = Field(8, description="validation samples written as text to TensorBoard")
-    validation_data_dir: FolderName | None = Field(
-        None, description="name of a folder inside the run's for validation generations as JSONL; null: none"
+    project_name: DisplayName = key("hpcrl", "project of wandb, experiment of MLflow")
+    experiment_name: DisplayName | None = key(None, "name of the run in wandb and MLflow; null: run.name")
+    log_val_generations: NonNegativeInt = key(8, "validation samples written as text to TensorBoard")
+    validation_data_dir: FolderName | None = key(
+        None, "name of a folder inside the run's for validation generations as JSONL; null: none"
     )
-    head_chunk_tokens: PositiveInt | None = Field(
+    head_chunk_tokens: PositiveInt | None = key(
         1024,
-        description="tokens whose logits are in memory at a time, and computed anew in the backward pass; on CUDA the "
+        "tokens whose logits are in memory at a time, and computed anew in the backward pass; on CUDA the "
         "vocabulary is cut instead, whatever the number; null: those of a whole micro-batch, kept",
     )
-    profile_steps: Annotated[list[PositiveInt], AfterValidator(_each_once)] = Field(
+    profile_steps: Annotated[list[PositiveInt], AfterValidator(_each_once)] = key(
         [],
-        description="steps of train, sft and rm, as in [3, 4]: each rank writes a trace of torch's profiler to "
-        "profile/*.json.gz",
+        "steps of train, sft and rm, as in [3, 4]: each rank writes a trace of torch's profiler to profile/*.json.gz",
     )
-    trace_steps: Literal["all", "none"] | PositiveInt = Field(
+    trace_steps: Literal["all", "none"] | PositiveInt = key(
         "all",
-        description="steps whose trace each rank keeps in trace/, for `hpcrl trace`: all, every N-th, or none; at most "
+        "steps whose trace each rank keeps in trace/, for `hpcrl trace`: all, every N-th, or none; at most "
         "4 MiB per rank, beyond which older steps are thinned",
     )
-    balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
-    walltime_margin: NonNegativeFloat = Field(
-        60.0, description="seconds before the end of the allocation that stay free, for shutdown and delays"
+    balance_batch: bool = key(True, "balance tokens over replicas inside each mini-batch")
+    walltime_margin: NonNegativeFloat = key(
+        60.0, "seconds before the end of the allocation that stay free, for shutdown and delays"
     )
 
 
 class AsyncTrainingConfig(Section):
     """Generation and training at the same time, on ranks of their own."""
 
-    mode: Literal["sync", "one_step_off", "bounded_staleness"] = Field(
+    mode: Literal["sync", "one_step_off", "bounded_staleness"] = key(
         "sync",
-        description="one_step_off: the next step's samples are drawn during this one's update; bounded_staleness: "
+        "one_step_off: the next step's samples are drawn during this one's update; bounded_staleness: "
         "generation never stops",
     )
-    staleness_threshold: NonNegativeInt = Field(
-        1, description="bounded_staleness: weight versions that a sample's first token may be behind the update"
+    staleness_threshold: NonNegativeInt = key(
+        1, "bounded_staleness: weight versions that a sample's first token may be behind the update"
     )
-    partial_rollout: bool = Field(
-        True, description="bounded_staleness: a refit interrupts responses, which continue with the new weights"
+    partial_rollout: bool = key(
+        True, "bounded_staleness: a refit interrupts responses, which continue with the new weights"
     )
 
 
@@ -997,46 +954,44 @@ def seconds_of(time: WallTime) -> int:
 class JobConfig(Section):
     """The allocation that `hpcrl submit` asks for; what is null here comes from the site file, or is left to Slurm."""
 
-    nodes: PositiveInt = Field(1, description="nodes")
-    ntasks_per_node: PositiveInt = Field(1, description="ranks per node")
-    time: WallTime | Literal["auto"] = Field(
+    nodes: PositiveInt = key(1, "nodes")
+    ntasks_per_node: PositiveInt = key(1, "ranks per node")
+    time: WallTime | Literal["auto"] = key(
         "01:00:00",
-        description="wall time of a slice, [D-]HH:MM:SS; auto: submit sets it to what the run takes on job.machine, at "
+        "wall time of a slice, [D-]HH:MM:SS; auto: submit sets it to what the run takes on job.machine, at "
         "most the site file's max_time",
     )
-    partition: SlurmValue | None = Field(None, description="partition")
-    account: SlurmValue | None = Field(None, description="account that is charged")
-    qos: SlurmValue | None = Field(None, description="quality of service")
-    constraint: SlurmValue | None = Field(None, description="features that nodes must have")
-    reservation: SlurmValue | None = Field(None, description="reservation")
-    exclude: SlurmValue | None = Field(None, description="nodes to exclude")
-    gpus_per_node: NonNegativeInt = Field(0, description="GPUs per node")
-    gpu_memory_gib: PositiveFloat = Field(
-        80.0, description="memory of a GPU that `hpcrl plan` fits the job into, in GiB"
-    )
-    machine: PathStr | None = Field(
+    partition: SlurmValue | None = key(None, "partition")
+    account: SlurmValue | None = key(None, "account that is charged")
+    qos: SlurmValue | None = key(None, "quality of service")
+    constraint: SlurmValue | None = key(None, "features that nodes must have")
+    reservation: SlurmValue | None = key(None, "reservation")
+    exclude: SlurmValue | None = key(None, "nodes to exclude")
+    gpus_per_node: NonNegativeInt = key(0, "GPUs per node")
+    gpu_memory_gib: PositiveFloat = key(80.0, "memory of a GPU that `hpcrl plan` fits the job into, in GiB")
+    machine: PathStr | None = key(
         None,
-        description="machine file, or the name of one in configs/machines: submit and train predict by it how long a "
+        "machine file, or the name of one in configs/machines: submit and train predict by it how long a "
         "step takes; null: they do not",
     )
-    cpus_per_task: PositiveInt | None = Field(None, description="cores per rank")
-    mem: SlurmValue | None = Field(None, description='memory per node, such as "480G"; "0": all of it')
-    exclusive: bool = Field(False, description="do not share nodes with other jobs")
-    signal_seconds: PositiveInt = Field(300, le=65535, description="seconds before the end when ranks get SIGURG")
-    requeue: bool = Field(True, description="continue in another slice after a planned stop or the loss of a node")
-    max_restarts: NonNegativeInt = Field(100, description="slices after the first at most")
-    max_relaunches: NonNegativeInt = Field(
+    cpus_per_task: PositiveInt | None = key(None, "cores per rank")
+    mem: SlurmValue | None = key(None, 'memory per node, such as "480G"; "0": all of it')
+    exclusive: bool = key(False, "do not share nodes with other jobs")
+    signal_seconds: PositiveInt = key(300, "seconds before the end when ranks get SIGURG", le=65535)
+    requeue: bool = key(True, "continue in another slice after a planned stop or the loss of a node")
+    max_restarts: NonNegativeInt = key(100, "slices after the first at most")
+    max_relaunches: NonNegativeInt = key(
         10,
-        description="starts of the ranks again inside a slice's allocation at most, after the loss of a rank or node; "
+        "starts of the ranks again inside a slice's allocation at most, after the loss of a rank or node; "
         "0: each loss ends the slice",
     )
-    spare_nodes: NonNegativeInt = Field(
-        0, description="nodes besides `nodes` in the allocation, without ranks until they replace lost ones"
+    spare_nodes: NonNegativeInt = key(
+        0, "nodes besides `nodes` in the allocation, without ranks until they replace lost ones"
     )
-    extra: list[SbatchOption] = Field([], description="further options of sbatch, such as --mail-type=END")
-    on_event: Annotated[list[ShellCommand], BeforeValidator(one_or_several)] = Field(
+    extra: list[SbatchOption] = key([], "further options of sbatch, such as --mail-type=END")
+    on_event: Annotated[list[ShellCommand], BeforeValidator(one_or_several)] = key(
         [],
-        description="command, or a list of them, that runs when the job has started, saved, left, is done, hangs or "
+        "command, or a list of them, that runs when the job has started, saved, left, is done, hangs or "
         "has failed, such as ./notify.sh",
     )
 
@@ -1100,9 +1055,9 @@ def extended(
     """
 
     def make(base: type[S], name: str, fields: Mapping[str, Any]) -> type[S]:
-        made: Any = create_model(name.split(".")[-1], __base__=base, __module__=module, **fields)
-        made.__qualname__ = name
-        return cast("type[S]", made)
+        section: Any = create_model(name.split(".")[-1], __base__=base, __module__=module, **fields)
+        section.__qualname__ = name
+        return cast("type[S]", section)
 
     def default(kind: type[Section], text: str) -> tuple[type[Section], Any]:
         return kind, Field(default_factory=kind, description=text)
@@ -1111,6 +1066,6 @@ def extended(
     layouts = {role: default(RolePlacement, f"layout of {role}") for role in roles if role not in known.model_fields}
     placement = make(known, f"{qualname}.placement_class", layouts)
     fields = {name: default(kind, (kind.__doc__ or name).split("\n")[0]) for name, kind in sections.items()}
-    made = make(base, qualname, fields | {"placement": default(placement, "which ranks do what")})
-    made.placement_class = placement  # type: ignore[attr-defined]
-    return made
+    schema = make(base, qualname, fields | {"placement": default(placement, "which ranks do what")})
+    schema.placement_class = placement  # type: ignore[attr-defined]
+    return schema

@@ -112,13 +112,13 @@ class Script:
                 index += 2 if text[index] == "\\" else 1
             elif text[index] == "#":
                 index = (text.find("\n", index) + 1 or len(text) + 1) - 1
-            elif found := OPERATOR.match(text, index):
-                index = found.end()
-                if found[0].lstrip("0123456789") in ("<<", "<<-"):
+            elif match := OPERATOR.match(text, index):
+                index = match.end()
+                if match[0].lstrip("0123456789") in ("<<", "<<-"):
                     end = self.end_of_word(text, index + len(text[index:]) - len(text[index:].lstrip(" ")))
                     here_documents.append(text[index:end].strip(" '\"\\"))
-                yield Token(found[0], line, "operator")
-                if found[0] == "\n":
+                yield Token(match[0], line, "operator")
+                if match[0] == "\n":
                     for end_mark in here_documents:
                         rest = re.compile(rf"^\t*{re.escape(end_mark)}$", re.MULTILINE).search(text, index)
                         index = rest.end() if rest else len(text)
@@ -261,9 +261,9 @@ class Script:
         while words and words[0].text in DECLARES or words and words[0].text.startswith("-") and len(words) > 1:
             words = words[1:]
         leading = 0
-        while leading < len(words) and (found := ASSIGNMENT.match(words[leading].text)):
+        while leading < len(words) and (match := ASSIGNMENT.match(words[leading].text)):
             self.line = words[leading].line
-            self.assign(found[0], self.joined(words[leading].text[found.end() :]), state)
+            self.assign(match[0], self.joined(words[leading].text[match.end() :]), state)
             leading += 1
         words = words[leading:]
         if not words or state is False:
@@ -397,9 +397,9 @@ class Script:
                 yield self.printed(raw[index + 2 : end - 1]), in_quotes
             elif raw.startswith("${", index):
                 yield self.parameter(raw[index + 2 : end - 1]), in_quotes
-            elif found := re.compile(r"\$([A-Za-z_]\w*|[0-9@*])").match(raw, index):
-                end = found.end()
-                yield self.parameter(found[1]), in_quotes
+            elif match := re.compile(r"\$([A-Za-z_]\w*|[0-9@*])").match(raw, index):
+                end = match.end()
+                yield self.parameter(match[1]), in_quotes
             else:
                 end = next((at for at in range(index + 1, len(raw)) if raw[at] in "\\'\"`$"), len(raw))
                 yield raw[index:end], True  # a brace or a star of the word itself is not expanded
@@ -422,10 +422,10 @@ class Script:
     def parameter(self, text: str) -> Field | list[Field]:
         """The value of ${text}."""
         unreadable = Unknown(f"{self.place()}: ${{{text}}} cannot be read here")
-        found = PARAMETER.fullmatch(text)
-        if found is None:
+        match = PARAMETER.fullmatch(text)
+        if match is None:
             return unreadable
-        name, index, rest = found[1], found[2], found[3]
+        name, index, rest = match[1], match[2], match[3]
         value = self.value(name, index)
         if rest and (test := re.match(r"(:?)([-=+?])", rest)):
             is_set = value is not None and not (test[1] and value == "")
@@ -494,16 +494,16 @@ def changes(value: str, rest: str, expand: Callable[[str], str]) -> str | None:
     """The value of ${NAME rest}; None if bash's operator is not among those that are read here."""
     if rest in (",,", "^^"):
         return value.lower() if rest == ",," else value.upper()
-    if found := re.fullmatch(r"(//?)([^/*?\[]+)/?(.*)", rest):
-        return value.replace(expand(found[2]), expand(found[3]), -1 if found[1] == "//" else 1)
-    if found := re.fullmatch(r"(##?|%%?)(.*)", rest):
-        pattern = expand(found[2])
-        from_start = found[1][0] == "#"
+    if match := re.fullmatch(r"(//?)([^/*?\[]+)/?(.*)", rest):
+        return value.replace(expand(match[2]), expand(match[3]), -1 if match[1] == "//" else 1)
+    if match := re.fullmatch(r"(##?|%%?)(.*)", rest):
+        pattern = expand(match[2])
+        from_start = match[1][0] == "#"
         parts = [(value[:cut], value[cut:]) for cut in range(len(value) + 1)]
         cuts = [cut for cut, pair in enumerate(parts) if fnmatch.fnmatchcase(pair[not from_start], pattern)]
         if not cuts:
             return value
-        takes_most = len(found[1]) == 2
+        takes_most = len(match[1]) == 2
         cut = max(cuts) if from_start == takes_most else min(cuts)
         return value[cut:] if from_start else value[:cut]
     return None

@@ -60,10 +60,10 @@ class Verl:
         keys = [f"{role}.megatron.{names[axis]}_parallel_size"]
         if axis == "cp":
             keys += [f"{role}{part}.ulysses_sequence_parallel_size" for part in ("", ".fsdp_config", ".fsdp")]
-        found = next((self.values[key] for key in keys if self.values.get(key)), None)
-        if found is None and role == "ref":
+        size = next((self.values[key] for key in keys if self.values.get(key)), None)
+        if size is None and role == "ref":
             return self.parallel("actor", axis)
-        return found if isinstance(found, int) else 1
+        return size if isinstance(size, int) else 1
 
     def is_dynamic(self, role: str) -> bool:
         key = f"{role}.{'log_prob_' if role == 'ref' else ''}use_dynamic_bsz"

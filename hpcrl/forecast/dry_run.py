@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.inputs import missing
+from hpcrl.config.paths import missing
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.layout import GROUP_DIMS, Coord, Layout

@@ -15,9 +15,8 @@ from pydantic import Field
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.packing import balanced_assignment
 from hpcrl.config.derive import RoleLayouts, check_budget
-from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms
-from hpcrl.config.roles import ACTOR, REFIT, ROLLOUT, SCORER, RoleSpec
+from hpcrl.config.roles import ACTOR, REFIT, ROLLOUT, SCORER, RoleSpec, place
 from hpcrl.config.schema import Config, OptimConfig, ValKwargs
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from hpcrl.config import yaml_core
-from hpcrl.config.inputs import is_machine_file
-from hpcrl.config.paths import TEMPLATES
+from hpcrl.config.paths import TEMPLATES, is_machine_file
 from hpcrl.config.problems import validated
 from hpcrl.config.schema import Section
 from hpcrl.config.yaml_core import ConfigError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -197,6 +197,9 @@ def merge_routed_experts(first: np.ndarray | None, second: np.ndarray | None, be
     return np.concatenate([first, not_run, second[max(0, len(first) - before) :]])
 
 
+OnFinished = Callable[[int, Completion], None] | None  # (index of the request, completion)
+
+
 class RequestSource(Protocol):
     """Requests that arrive while others are being answered, such as the next turn of a conversation, which has the
     `uid` and `sample_index` of the turn before."""
@@ -234,7 +237,7 @@ class RolloutEngine(Protocol):
         seed: int,
         step: int,
         source: RequestSource | None = None,
-        on_finished: Callable[[int, Completion], None] | None = None,
+        on_finished: OnFinished = None,
         on_step: Callable[[], None] | None = None,
         should_abort: Callable[[], bool] | None = None,
     ) -> list[Completion]:
@@ -312,3 +315,47 @@ def completed(
     if call.has_work:
         call.abort()
     return [call.completions[index] for index in range(len(call.completions))]
+
+
+class EngineOfCalls:
+    """What engines share whose `generate` is a `Call`: there is none while the engine sleeps, and no refit during one.
+
+    _begin: makes a call from the sampling parameters, the seed, the step, `on_finished`, and whether there is a source.
+    """
+
+    _begin: Callable[..., Call]
+    _generating = False
+
+    @property
+    def is_asleep(self) -> bool:
+        raise NotImplementedError
+
+    @contextmanager
+    def updating_weights(self) -> Iterator[None]:
+        if self._generating:
+            raise RuntimeError("weights cannot be updated while a generation is in progress; abort it first")
+        yield
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        source: RequestSource | None = None,
+        on_finished: OnFinished = None,
+        on_step: Callable[[], None] | None = None,
+        should_abort: Callable[[], bool] | None = None,
+    ) -> list[Completion]:
+        import torch
+
+        if self.is_asleep:
+            raise RuntimeError("the engine is asleep; call wake() before generate()")
+        with torch.no_grad():
+            call = self._begin(sampling, seed, step, on_finished, source is not None)
+            self._generating = True
+            try:
+                return completed(call, requests, source, on_step, should_abort)
+            finally:
+                self._generating = False

@@ -1,11 +1,13 @@
 """Keyed sampling of tokens: random numbers depend on (seed, uid, position, sample, step), not on batching, order or
-layout.
+layout; and `KeyedSampler`, in place of another engine's sampler.
 
 Philox4x32-10 is Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +20,7 @@ from hpcrl.kernels import sampling as kernels
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.sampling import MULTIPLIERS, ROUNDS, WEYL
 from hpcrl.model.exact import TensorParallel, exact_log_probs
-from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 
 _MULTIPLIERS = np.array(MULTIPLIERS, np.uint64)
 _WEYL = np.array(WEYL, np.uint64)
@@ -145,3 +147,59 @@ def draw_sharded(
     answer = torch.stack([(token_ids + first).double(), log_probs], 1).masked_fill_(~owned.unsqueeze(1), 0)
     answer = tp.sum(answer)
     return Sampled(answer[:, 0].long(), answer[:, 1].float())
+
+
+@dataclass(eq=False)
+class Drawn:
+    """The tokens of one request. key, sample_index: of its random numbers. first: tokens of its response so far, to
+    which positions add. Arrays have a place for each token that may be drawn."""
+
+    key: np.ndarray
+    sample_index: int
+    first: int
+    limit: int
+    token_ids: np.ndarray = field(init=False)
+    log_probs: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids, self.log_probs = np.zeros(self.limit, np.int32), np.zeros(self.limit, np.float32)
+
+    @classmethod
+    def of(cls, request: Request, sampling: SamplingParams, seed: int) -> Drawn:
+        """Make that of a request, without tokens."""
+        key, limit = request_key(seed, request.uid), request.num_to_draw(sampling)
+        return cls(key, request.sample_index, request.position, limit)
+
+    def completion(self, count: int, reason: FinishReason) -> Completion:
+        """Return the result after `count` tokens."""
+        return Completion(self.token_ids[:count], self.log_probs[:count], reason)
+
+
+@dataclass
+class KeyedSampler:
+    """Draws the next token of each row. vocab_size: ids that have a probability.
+
+    The log-prob of a token is after temperature and before top-k and top-p.
+    """
+
+    vocab_size: int
+    sampling: SamplingParams
+    step: int
+
+    def draw(self, logits: Tensor, rows: Sequence[Drawn], counts: Sequence[int]) -> Tensor:
+        """Return the token of each row, int64 (n,), and record it with its log-prob.
+
+        logits: (n, vocabulary), any float dtype. counts: tokens that each request has drawn. A row whose prompt is not
+        complete is drawn too; its token is ignored and overwritten. Raises FloatingPointError if logits are not finite.
+        """
+        keys = np.stack([row.key for row in rows])
+        positions = np.array([row.first + count for row, count in zip(rows, counts, strict=True)])
+        numbers = uniforms(keys, positions, np.array([row.sample_index for row in rows]), self.step)
+        uniform = torch.from_numpy(numbers).to(logits.device)
+        cut = self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
+        token_ids, log_probs = kernels.sample(logits, uniform, self.vocab_size, *cut)
+        check_finite(bool(log_probs.isfinite().all()))
+        drawn = zip(rows, counts, token_ids.tolist(), log_probs.tolist(), strict=True)
+        for row, count, token_id, log_prob in drawn:
+            row.token_ids[count], row.log_probs[count] = token_id, log_prob
+        return token_ids

@@ -15,9 +15,8 @@ from pydantic import Field, PositiveInt
 
 from hpcrl.config.derive import RoleLayouts, check_lengths
 from hpcrl.config.loader import load_config, quoted_path
-from hpcrl.config.placement import place
 from hpcrl.config.plugins import load_plugins
-from hpcrl.config.roles import ACTOR, EXPORT, RoleSpec, with_own
+from hpcrl.config.roles import ACTOR, EXPORT, RoleSpec, place, with_own
 from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section, extended
 from hpcrl.config.yaml_core import ConfigError

@@ -19,8 +19,7 @@ from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.packing import balanced_assignment
 from hpcrl.config.derive import RoleLayouts, check_budget
-from hpcrl.config.placement import place
-from hpcrl.config.roles import RoleSpec
+from hpcrl.config.roles import RoleSpec, place
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column

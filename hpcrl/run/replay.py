@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hpcrl.config.derive import RoleLayouts
-from hpcrl.config.inputs import KEYS as INPUT_FILES
 from hpcrl.config.loader import job_file, load_config, quoted_path, raw_value
+from hpcrl.config.paths import KEYS as INPUT_FILES
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.engine.checkpoint.store import TRAINER_FILE, CheckpointStore

@@ -121,8 +121,8 @@ class Runner:
         if not text:
             self._is_open = False
             if self._give_up is None:
-                found = self._exit_json()
-                self._end(found.get("code"), found or {"error": "rank 0 was killed"})
+                outcome = self._exit_json()
+                self._end(outcome.get("code"), outcome or {"error": "rank 0 was killed"})
             return
         *lines, self._buffer = (self._buffer + text).split(b"\n")
         for line in lines:

@@ -186,11 +186,11 @@ def find_gpus() -> FoundGpus:
     vendor = max(devices, key=lambda name: (devices[name] > 0, name == toolkit.vendor))
     visible = {name: os.environ[name] for name in toolkit.variables if name in os.environ}
     wheel = torch.version.hip or torch.version.cuda
-    found = FoundGpus(devices[vendor], num_usable, wheel, visible, toolkit=toolkit, vendor=vendor)
-    if num_usable or not found.num_devices:
-        return found
+    gpus = FoundGpus(devices[vendor], num_usable, wheel, visible, toolkit=toolkit, vendor=vendor)
+    if num_usable or not gpus.num_devices:
+        return gpus
     problem = " ".join(str(warning.message) for warning in caught)
-    return replace(found, driver_cuda=driver_cuda_version(), problem=problem)
+    return replace(gpus, driver_cuda=driver_cuda_version(), problem=problem)
 
 
 def nvidia_devices() -> int:
@@ -230,21 +230,21 @@ def unusable(found: FoundGpus) -> str | None:
     return f"{here}{_why_unusable(found)}, or {found.toolkit.on_cpu}"
 
 
-def _why_unusable(found: FoundGpus) -> str:
-    toolkit, wheel = found.toolkit, str(found.wheel)
-    if found.vendor != toolkit.vendor:
+def _why_unusable(gpus: FoundGpus) -> str:
+    toolkit, wheel = gpus.toolkit, str(gpus.wheel)
+    if gpus.vendor != toolkit.vendor:
         built = f"torch is built for {toolkit.name} {wheel}"
-        return f": they are {found.vendor}'s, and {built}; install a torch that is built for {found.vendor}"
-    if toolkit is CUDA and found.driver_cuda is None:
+        return f": they are {gpus.vendor}'s, and {built}; install a torch that is built for {gpus.vendor}"
+    if toolkit is CUDA and gpus.driver_cuda is None:
         return ": the driver's library libcuda.so.1 is missing or broken; install the NVIDIA driver"
-    if toolkit is CUDA and found.driver_cuda and found.driver_cuda[0] < int(wheel.split(".")[0]):
-        newest = ".".join(map(str, found.driver_cuda))
+    if toolkit is CUDA and gpus.driver_cuda and gpus.driver_cuda[0] < int(wheel.split(".")[0]):
+        newest = ".".join(map(str, gpus.driver_cuda))
         return (
             f": its NVIDIA driver supports CUDA {newest} at most, and torch is built for {wheel}; "
-            f"update the driver, install a torch that is built for CUDA {found.driver_cuda[0]}"
+            f"update the driver, install a torch that is built for CUDA {gpus.driver_cuda[0]}"
         )
-    chosen = ", ".join(f"{name}={value}" for name, value in found.visible.items())
-    named, why = f" with {chosen}" if chosen else "", f" ({found.problem})" if found.problem else ""
+    chosen = ", ".join(f"{name}={value}" for name, value in gpus.visible.items())
+    named, why = f" with {chosen}" if chosen else "", f" ({gpus.problem})" if gpus.problem else ""
     return f"{named}{why}; ask the batch system for GPUs (--gpus-per-node), try {toolkit.tool}"
 
 
@@ -374,15 +374,15 @@ def select_device(comm: MPI.Intracomm, local_rank: int, *, needs_bfloat16: bool)
     """
     import torch
 
-    found = find_gpus()
-    run_collectively(comm, lambda: check_usable(found))
-    if comm.rank == 0 and (line := unused(found)):
+    gpus = find_gpus()
+    run_collectively(comm, lambda: check_usable(gpus))
+    if comm.rank == 0 and (line := unused(gpus)):
         log.warning(line)
-    counts = all_gather_object(comm, found.num_usable)
+    counts = all_gather_object(comm, gpus.num_usable)
     run_collectively(comm, lambda: check_all_or_none(counts))
-    if not found.num_usable:
+    if not gpus.num_usable:
         return torch.device("cpu"), False
-    device = torch.device("cuda", local_rank % found.num_usable)
+    device = torch.device("cuda", local_rank % gpus.num_usable)
     torch.cuda.set_device(device)
     gpu, has_triton = gpu_here(device.index), triton_is_installed()
     run_collectively(

@@ -119,10 +119,10 @@ def create_group(comm: MPI.Intracomm, ranks: Sequence[int], tag: int = 0) -> MPI
     _meet(comm, ranks, tag)
     everyone = comm.Get_group()
     members = everyone.Incl(ranks)
-    made = comm.Create_group(members, tag=tag)
+    group = comm.Create_group(members, tag=tag)
     members.Free()
     everyone.Free()
-    return made
+    return group
 
 
 def _meet(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> None:

@@ -403,10 +403,10 @@ class MpiProcessGroup(dist.ProcessGroup):
         spec = raw(data)
 
         def finish(status: MPI.Status) -> None:
-            found = status.Get_count(spec[2])
-            if found != data.numel():
+            count = status.Get_count(spec[2])
+            if count != data.numel():
                 raise RuntimeError(
-                    f"received {found} elements of {data.element_size()} bytes from rank {status.Get_source()} into a "
+                    f"received {count} elements of {data.element_size()} bytes from rank {status.Get_source()} into a "
                     f"tensor of {data.numel()}; sender and receiver must agree on the size"
                 )
             copy_result(data, tensor)

@@ -60,10 +60,10 @@ def next_ranks(nodes: Sequence[Any]) -> list[int | None]:
     if len(members) == 1:
         return [None] * len(nodes)
     ring = list(members.values())
-    found: dict[int, int] = {}
+    next_of: dict[int, int] = {}
     for here, there in zip(ring, [*ring[1:], ring[0]], strict=True):
-        found |= {rank: there[place % len(there)] for place, rank in enumerate(here)}
-    return [found[rank] for rank in range(len(nodes))]
+        next_of |= {rank: there[place % len(there)] for place, rank in enumerate(here)}
+    return [next_of[rank] for rank in range(len(nodes))]
 
 
 @dataclass
@@ -102,18 +102,18 @@ class NodeMemory:
         except (OSError, InputError) as error:
             problem = f"{folder} on {nodes[comm.rank]}: {getattr(error, 'strerror', None) or error}"
         door = None if listener is None else (listener.address, listener.secret)
-        found = all_gather_object(comm, (problem, free, door))
-        if first := next((text for text, _, _ in found if text), None):
+        reports = all_gather_object(comm, (problem, free, door))
+        if first := next((text for text, _, _ in reports if text), None):
             if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             return str(first)
         if listener is not None:
             threading.Thread(target=_accept, args=(listener, folder), name="snapshot copies", daemon=True).start()
         destination = destinations[comm.rank]
-        next_node = None if destination is None else connect(*found[destination][2])
+        next_node = None if destination is None else connect(*reports[destination][2])
         if next_node is not None:
             next_node.settimeout(None)
-        return cls(folder, nodes, {node: found[nodes.index(node)][1] for node in nodes}, next_node, lock)
+        return cls(folder, nodes, {node: reports[nodes.index(node)][1] for node in nodes}, next_node, lock)
 
     def copy(self, name: str, descriptor: int, content: memoryview | bytes | mmap.mmap) -> str:
         """Copy a file of this rank's folder to the next node, and return its xxh3_128. Safe from any thread; raises

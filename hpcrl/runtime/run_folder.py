@@ -42,12 +42,12 @@ def make_directory(path: Path, *, is_shared: bool) -> None:
     """
     try:
         _check_place(path)
-        made = [folder for folder in path.parents if not folder.exists()]
+        missing = [folder for folder in path.parents if not folder.exists()]
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_place(path)  # again: another user may have made it meanwhile
         _check_contents(path)
         if is_shared:
-            open_to_group(path, made)
+            open_to_group(path, missing)
     except OSError as error:
         raise cannot_make(path, error) from error
 
@@ -98,11 +98,11 @@ def _way(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
     while rest:
         place = here / rest.pop(0)
         try:
-            found = os.lstat(place)
+            stats = os.lstat(place)
         except (FileNotFoundError, NotADirectoryError):
             return
-        is_link = stat.S_ISLNK(found.st_mode)
-        yield place, found, not rest and not is_link
+        is_link = stat.S_ISLNK(stats.st_mode)
+        yield place, stats, not rest and not is_link
         if not is_link:
             here = Path(os.path.normpath(place)) if place.name == ".." else place  # `here` has no links
             continue
@@ -127,50 +127,50 @@ def _check_folder(path: Path, found: os.stat_result) -> None:
         )
 
 
-def _check_step(path: Path, place: Path, found: os.stat_result) -> None:
+def _check_step(path: Path, place: Path, stats: os.stat_result) -> None:
     """Check a folder above a run's, or a link on the way to it. A user who can rename what is in a folder above can put
     something else in the place of the run's."""
-    is_foreign = found.st_uid not in (os.geteuid(), *_system_users())
-    if stat.S_ISLNK(found.st_mode):
+    is_foreign = stats.st_uid not in (os.geteuid(), *_system_users())
+    if stat.S_ISLNK(stats.st_mode):
         if is_foreign:
             raise InputError(
-                f"{_described(place, found)}: its owner chooses where {path} is; {NOTHING}; choose another run.name or "
+                f"{_described(place, stats)}: its owner chooses where {path} is; {NOTHING}; choose another run.name or "
                 "run.dir"
             )
         return
-    is_sticky = found.st_mode & stat.S_ISVTX
-    if found.st_mode & stat.S_IWOTH and not is_sticky:
+    is_sticky = stats.st_mode & stat.S_ISVTX
+    if stats.st_mode & stat.S_IWOTH and not is_sticky:
         raise InputError(
-            f"{_described(place, found)}: every user can put something else in the place of {path}; {NOTHING}; "
+            f"{_described(place, stats)}: every user can put something else in the place of {path}; {NOTHING}; "
             f"chmod +t {place}, or choose another run.dir"
         )
-    if is_foreign or (found.st_mode & stat.S_IWGRP and not is_sticky and not _is_own_group(found.st_gid)):
-        group = "its owner" if is_foreign else f"the group {_group(found.st_gid)}"
-        _warn(f"{_described(place, found)}: {group} could put something else in the place of what is below it")
+    if is_foreign or (stats.st_mode & stat.S_IWGRP and not is_sticky and not _is_own_group(stats.st_gid)):
+        group = "its owner" if is_foreign else f"the group {_group(stats.st_gid)}"
+        _warn(f"{_described(place, stats)}: {group} could put something else in the place of what is below it")
 
 
 def _check_contents(folder: Path) -> None:
     """Check all that the folder holds, without following links, and where the links in the folder itself lead."""
     reachable = folder.stat().st_mode << 1 & WRITABLE  # who may not enter the run's folder cannot write below it
-    left = [str(folder)]
-    while left:
-        here = left.pop()
+    folders = [str(folder)]
+    while folders:
+        here = folders.pop()
         # a job that runs removes some meanwhile; what the user cannot list has been closed by the user
         with suppress(FileNotFoundError, PermissionError), os.scandir(here) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    is_folder = stat.S_ISDIR(found.st_mode)
-                    is_foreign = found.st_uid not in (os.geteuid(), ROOT)
-                    if is_foreign or (is_folder and found.st_mode & reachable):
+                    stats = entry.stat(follow_symlinks=False)
+                    is_folder = stat.S_ISDIR(stats.st_mode)
+                    is_foreign = stats.st_uid not in (os.geteuid(), ROOT)
+                    if is_foreign or (is_folder and stats.st_mode & reachable):
                         raise InputError(
-                            f"in the run directory {folder}, {_described(Path(entry.path), found)}, and others could "
+                            f"in the run directory {folder}, {_described(Path(entry.path), stats)}, and others could "
                             f"redirect what a job writes; {NOTHING}; look at it, then remove it or "
                             f"chmod -R go-w {folder}, or choose another run.name"
                         )
                     if is_folder:
-                        left.append(entry.path)
-                    elif stat.S_ISLNK(found.st_mode) and here == str(folder):
+                        folders.append(entry.path)
+                    elif stat.S_ISLNK(stats.st_mode) and here == str(folder):
                         for place, step, _ in _way(Path(entry.path)):
                             _check_step(Path(entry.path), place, step)
 

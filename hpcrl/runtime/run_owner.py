@@ -175,36 +175,36 @@ def newest(folder: Path) -> Found | None:
                 return Found(max(numbers), file.read(4 * BLOCK))
 
 
-def watch(found: Mapping[Path, Found], heartbeats: float) -> set[Path]:
+def watch(records: Mapping[Path, Found], heartbeats: float) -> set[Path]:
     """Those of these folders whose highest record changes within so many heartbeats of its owner.
 
     Only the pauses between two looks count: a file system that does not answer stops the owner's counter, too.
     """
-    left = {folder: heartbeats * record.heartbeat_seconds for folder, record in found.items()}
+    seconds_left = {folder: heartbeats * record.heartbeat_seconds for folder, record in records.items()}
     changed: set[Path] = set()
-    while left:
-        pause = min(found[folder].heartbeat_seconds for folder in left) / LOOKS
+    while seconds_left:
+        pause = min(records[folder].heartbeat_seconds for folder in seconds_left) / LOOKS
         time.sleep(pause)
-        left = {folder: seconds - pause for folder, seconds in left.items()}
-        changed |= {folder for folder in left if newest(folder) != found[folder]}
+        seconds_left = {folder: seconds - pause for folder, seconds in seconds_left.items()}
+        changed |= {folder for folder in seconds_left if newest(folder) != records[folder]}
         # The last look comes one pause early: looks take time as well, and nothing waits for more than `heartbeats`.
-        left = {folder: s for folder, s in left.items() if folder not in changed and s > 1.5 * pause}
+        seconds_left = {folder: s for folder, s in seconds_left.items() if folder not in changed and s > 1.5 * pause}
     return changed
 
 
 def live_owners(folders: Iterable[Path]) -> dict[Path, Found]:
     """The owners, of those of these folders that have one which runs. Watches counters at most 1.5 heartbeats."""
-    here, found, unknown = Owner.here(), dict[Path, Found](), dict[Path, Found]()
+    here, owners, unknown = Owner.here(), dict[Path, Found](), dict[Path, Found]()
     for folder in folders:
         with suppress(OSError):  # of another user
             record = newest(folder)
             state = _runs(record, here)
             if record is not None and state is not False:
-                (unknown if state is None else found)[folder] = record
+                (unknown if state is None else owners)[folder] = record
     with suppress(OSError):
         moved = watch(unknown, HEARTBEATS_TO_SHOW)
-        found |= {folder: record for folder, record in unknown.items() if folder in moved}
-    return found
+        owners |= {folder: record for folder, record in unknown.items() if folder in moved}
+    return owners
 
 
 def take(folder: Path, heartbeat_seconds: float) -> int:
@@ -218,22 +218,22 @@ def take(folder: Path, heartbeat_seconds: float) -> int:
     (folder / FOLDER).mkdir(exist_ok=True)
     has_watched = False
     while True:
-        found = newest(folder)
-        state = _runs(found, here)
+        owner = newest(folder)
+        state = _runs(owner, here)
         if state is None and not has_watched:
-            assert found is not None
+            assert owner is not None
             has_watched, began = True, time.monotonic()
-            most = HEARTBEATS_TO_TAKE * found.heartbeat_seconds
-            say(f"{folder} was not released by {found}; watching its heartbeat for {most:g} s at most")
-            has_changed = bool(watch({folder: found}, HEARTBEATS_TO_TAKE))
+            most = HEARTBEATS_TO_TAKE * owner.heartbeat_seconds
+            say(f"{folder} was not released by {owner}; watching its heartbeat for {most:g} s at most")
+            has_changed = bool(watch({folder: owner}, HEARTBEATS_TO_TAKE))
             _waited += time.monotonic() - began
             if has_changed:
                 continue  # an owner that is new, or whose counter has changed, runs, unless more is known of it
             state = False
         if state is not False:
-            assert found is not None
-            raise OwnedError(in_use(folder, found))
-        number = found.number + 1 if found is not None else 1
+            assert owner is not None
+            raise OwnedError(in_use(folder, owner))
+        number = owner.number + 1 if owner is not None else 1
         if _link(folder, number, here):
             hold(folder, number, heartbeat_seconds, 0, here)
             return number

@@ -69,7 +69,7 @@ class C10dStore:
     def close_to_others(self, comm: MPI.Intracomm) -> None:
         """Stop listening, and end connections that no rank has opened. Collective."""
         ends = [own for _, own, peer in connections() if peer == self.address]
-        ranks = {end for found in all_gather_object(comm, ends) for end in found}
+        ranks = {end for ends_of_rank in all_gather_object(comm, ends) for end in ends_of_rank}
         if self.listener is None:
             return
         with socket.socket() as unused:

@@ -123,9 +123,9 @@ def render(
     lines += [_row(peer, mark if peer.rank in diagnosis.culprits else "") for peer in diagnosis.ranks]
     lines += ["", "## Stacks", ""]
     for rank in diagnosis.culprits:
-        found = stacks.get(rank)
-        lines += [f"rank {rank}:" if found else f"rank {rank}: no stack traces, because no Python runs there.", ""]
-        lines += ["```", found[:LONGEST_STACKS].rstrip(), "```", ""] if found else []
+        traces = stacks.get(rank)
+        lines += [f"rank {rank}:" if traces else f"rank {rank}: no stack traces, because no Python runs there.", ""]
+        lines += ["```", traces[:LONGEST_STACKS].rstrip(), "```", ""] if traces else []
     lines += ["The stack traces of all ranks that wrote them: `heartbeat/stacks_*.txt`.", ""]
     lines += ["## Slow before", "", "```", *slow, "```", ""] if slow else []
     lines += ["## What to do", "", _advice(diagnosis, environ), ""]

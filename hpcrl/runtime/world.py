@@ -18,23 +18,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hpcrl.runtime import exits, gpus, run_owner
+from hpcrl.runtime import exits, gpus, launcher, run_owner
 from hpcrl.runtime.events import Events
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.gpus import rank_threads, select_device
 from hpcrl.runtime.key_value_store import KeyValueStore, open_key_value_store
-from hpcrl.runtime.launcher import (
-    BESIDE_NCCL,
-    asks_for_gpu_support,
-    format_spans,
-    is_cray,
-    is_first_launched,
-    lacks_gpu_support,
-    loaded_libraries,
-    on_one_node,
-    slurm_pmi1,
-    split_world,
-)
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, duplicate, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.stop_requests import StopRequests
@@ -103,7 +91,7 @@ def start_mpi() -> MPI.Intracomm:
         mpi4py.rc.finalize = False  # `finish` does it; after an exception it would wait for the other ranks forever
         # The watchdog does not run yet, and no other Python thread could: a C thread prints the stack and ends a hang.
         faulthandler.dump_traceback_later(float(os.environ.get("HPCRL_MPI_START_SECONDS", 600)), exit=True)
-        if slurm_pmi1(os.environ):
+        if launcher.slurm_pmi1(os.environ):
             _import_mpi_in_thread()
         else:
             _load_mpi()
@@ -115,7 +103,7 @@ def start_mpi() -> MPI.Intracomm:
             f"cannot load MPI: {error}; `pip install 'hpcrl[cpu]'` brings MPICH; then `hpcrl check`"
         ) from error
 
-    problem = split_world(launched, MPI.COMM_WORLD.size, MPI.Get_library_version())
+    problem = launcher.split_world(launched, MPI.COMM_WORLD.size, MPI.Get_library_version())
     if problem:
         raise InputError(problem)
     return duplicate(MPI.COMM_WORLD)
@@ -159,15 +147,15 @@ def _load_mpi() -> None:
     """Import mpi4py.MPI, which starts MPI. If GPU-aware MPI is requested, check first that MPI would not abort."""
     import mpi4py
 
-    mpi4py.rc.initialize = not asks_for_gpu_support(os.environ)
+    mpi4py.rc.initialize = not launcher.asks_for_gpu_support(os.environ)
     mpi: Any = importlib.import_module("mpi4py.MPI")
     if mpi4py.rc.initialize or mpi.Is_initialized():
         return
-    if is_cray(mpi.Get_library_version()):
-        if problem := lacks_gpu_support(loaded_libraries()):
+    if launcher.is_cray(mpi.Get_library_version()):
+        if problem := launcher.lacks_gpu_support(launcher.loaded_libraries()):
             raise InputError(problem)
-        if is_first_launched(os.environ):
-            print(f"hpcrl: warning: {BESIDE_NCCL}", file=sys.stderr)
+        if launcher.is_first_launched(os.environ):
+            print(f"hpcrl: warning: {launcher.BESIDE_NCCL}", file=sys.stderr)
     mpi.Init_thread(mpi.THREAD_MULTIPLE)
 
 
@@ -175,7 +163,7 @@ def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
     """Set defaults of variables that libraries read when they start. Variables that the user has set stay."""
     environ.setdefault("HF_HUB_OFFLINE", "1")
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if on_one_node(environ):
+    if launcher.on_one_node(environ):
         # otherwise MPICH and NCCL listen on the address of the outside network; shared memory reaches all ranks
         environ.setdefault("UCX_NET_DEVICES", "lo")
         environ.setdefault("UCX_TLS", "^tcp")
@@ -305,7 +293,7 @@ def _bind(node: MPI.Intracomm, device: torch.device, launched: dict[str, str]) -
     cpus = gpus.bind_near_gpu(node, pci_id)
     if not cpus:
         return None
-    log.info("bound to CPUs %s, near GPU %s", format_spans(cpus), pci_id)
+    log.info("bound to CPUs %s, near GPU %s", launcher.format_spans(cpus), pci_id)
     threads = rank_threads(launched, len(cpus), 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     return threads

@@ -26,8 +26,7 @@ from typing import Any
 import xxhash
 
 from hpcrl.config import yaml_core
-from hpcrl.config.inputs import file_of, inputs
-from hpcrl.config.paths import IS_INSTALLED, TEMPLATES, literal
+from hpcrl.config.paths import IS_INSTALLED, TEMPLATES, file_of, inputs, literal
 from hpcrl.config.schema import Config
 from hpcrl.engine.checkpoint.manifest import MANIFEST, FileEntry, write_manifest
 from hpcrl.engine.checkpoint.store import load_path
@@ -65,8 +64,8 @@ def stage(config: Config, root: Path, created_later: Collection[Path], report: C
     manifest = write_manifest(staging).read_text(encoding="utf-8")
     final = run_dir / f"{BUNDLE}_{xxhash.xxh3_128_hexdigest(manifest.encode())[:8]}"
     _describe(staging, config, places, final, root)
-    kept = [FileEntry(**entry) for entry in json.loads(manifest)["files"] if entry["path"] not in DESCRIPTION]
-    write_manifest(staging, kept)
+    entries = [FileEntry(**entry) for entry in json.loads(manifest)["files"] if entry["path"] not in DESCRIPTION]
+    write_manifest(staging, entries)
     close_to_others(staging, is_shared=config.run.group_readable)
     _commit_draft(staging, final)
     _replace_link(link, final)
@@ -223,13 +222,13 @@ def _files(source: Path) -> list[Path]:
         return [path for path in sorted(source.rglob("*")) if path.is_file()]
     if source.suffix != ".py":
         return [source]
-    found = list(itertools.islice(_modules(source.parent), MAX_MODULES + 1))
-    if len(found) > MAX_MODULES:
+    modules = list(itertools.islice(_modules(source.parent), MAX_MODULES + 1))
+    if len(modules) > MAX_MODULES:
         where = f"at and below {source.parent}"
         raise InputError(
             f"more than {MAX_MODULES} files *.py {where} would be staged; move {source.name} to another folder"
         )
-    return found
+    return modules
 
 
 def _modules(folder: Path) -> Iterator[Path]:

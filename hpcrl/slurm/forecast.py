@@ -121,7 +121,7 @@ def slowest_of(
             raise InputError("only jobs of `hpcrl train` and jobs of your own like it are predicted")
         if any(config.job.machine is None for _, config in runs):
             raise InputError("job.machine is not set; name a machine of configs/machines or a file")
-        found = [forecast(job, path, overrides, config, response_lengths) for overrides, config in runs]
+        forecasts = [forecast(job, path, overrides, config, response_lengths) for overrides, config in runs]
     except Exception as error:  # a job is not lost for a prediction
         name, line = runs[0][1].run.name, exits.summary(error)
         if any(config.job.time == AUTO for _, config in runs):
@@ -129,7 +129,7 @@ def slowest_of(
         if has_rollout(job):
             report(f"warning: {name} is not predicted: {line}")
         return None
-    return max(found, key=lambda its: its.prediction.seconds * (its.asked.steps or 1))
+    return max(forecasts, key=lambda its: its.prediction.seconds * (its.asked.steps or 1))
 
 
 def forecast(

@@ -21,7 +21,7 @@ from hpcrl.config import yaml_core
 from hpcrl.config.loader import merge
 from hpcrl.config.paths import TEMPLATES, NodePath, PathStr, in_bash
 from hpcrl.config.problems import describe, validated
-from hpcrl.config.schema import SbatchOption, Section, SlurmValue, WallTime
+from hpcrl.config.schema import SbatchOption, Section, SlurmValue, WallTime, key, subsection
 from hpcrl.config.yaml_core import ConfigError, Node
 from hpcrl.sandbox.foreign_files import MOST_CONFIG, read_text
 
@@ -49,63 +49,58 @@ def _path_on_node(path: str) -> str:
 
 
 class ContainerConfig(Section):
-    kind: Literal["none", "apptainer", "singularity", "pyxis", "edf"] = Field(
-        "none", description="how containers are started; edf: by the container engine of CSCS"
+    kind: Literal["none", "apptainer", "singularity", "pyxis", "edf"] = key(
+        "none", "how containers are started; edf: by the container engine of CSCS"
     )
-    image: Annotated[PathStr, AfterValidator(_image)] | None = Field(
-        None, description="image file, or what Pyxis or Apptainer takes; of edf: the environment definition file"
+    image: Annotated[PathStr, AfterValidator(_image)] | None = key(
+        None, "image file, or what Pyxis or Apptainer takes; of edf: the environment definition file"
     )
-    mounts: list[Annotated[PathStr, AfterValidator(_mount)]] = Field(
-        default_factory=list, description="folders that jobs need, each PATH or PATH:INSIDE"
+    mounts: list[Annotated[PathStr, AfterValidator(_mount)]] = key(
+        [], "folders that jobs need, each PATH or PATH:INSIDE"
     )
 
 
 class FabricConfig(Section):
     """What `hpcrl check --job` compares the network between nodes with; null: it does not."""
 
-    net: str | None = Field(None, description="network that NCCL names in its log, such as AWS Libfabric or IB")
-    all_reduce_gb_s: PositiveFloat | None = Field(
-        None, description="bus bandwidth of a large all-reduce over two nodes, in GB/s per GPU"
+    net: str | None = key(None, "network that NCCL names in its log, such as AWS Libfabric or IB")
+    all_reduce_gb_s: PositiveFloat | None = key(
+        None, "bus bandwidth of a large all-reduce over two nodes, in GB/s per GPU"
     )
-    point_to_point_gb_s: PositiveFloat | None = Field(
-        None, description="bandwidth from a GPU to one of another node, in GB/s"
-    )
+    point_to_point_gb_s: PositiveFloat | None = key(None, "bandwidth from a GPU to one of another node, in GB/s")
 
 
 class SiteConfig(Section):
     """Values of `job:` have priority over these. Paths may be relative to the working directory of submit, whose
     environment expands them; `environment` too."""
 
-    account: SlurmValue | None = Field(None, description="account that pays")
-    partition: SlurmValue | None = Field(None, description="partition")
-    qos: SlurmValue | None = Field(None, description="quality of service")
-    constraint: SlurmValue | None = Field(None, description="features that nodes must have")
-    gpu_directive: Literal["gpus-per-node", "gres", "none"] = Field(
-        "gpus-per-node", description="option that requests GPUs: --gpus-per-node=8, --gres=gpu:8, or none"
+    account: SlurmValue | None = key(None, "account that pays")
+    partition: SlurmValue | None = key(None, "partition")
+    qos: SlurmValue | None = key(None, "quality of service")
+    constraint: SlurmValue | None = key(None, "features that nodes must have")
+    gpu_directive: Literal["gpus-per-node", "gres", "none"] = key(
+        "gpus-per-node", "option that requests GPUs: --gpus-per-node=8, --gres=gpu:8, or none"
     )
-    gpu_type: SlurmValue | None = Field(None, description="type of GPU in that directive, such as a100")
-    gpus_per_node: PositiveInt | None = Field(None, description="GPUs of a node, as Slurm counts them")
-    cpu_bind: SlurmValue | None = Field(None, description="for srun --cpu-bind=; null: cores")
-    mpi: SlurmValue | None = Field(None, description="for srun --mpi=; null: by the MPI library that Python loads")
-    modules: list[SlurmValue] = Field(default_factory=list, description="modules to load")
-    venv: Annotated[PathStr, AfterValidator(os.path.abspath)] | None = Field(
-        None, description="virtual environment; null: the one in which submit runs"
+    gpu_type: SlurmValue | None = key(None, "type of GPU in that directive, such as a100")
+    gpus_per_node: PositiveInt | None = key(None, "GPUs of a node, as Slurm counts them")
+    cpu_bind: SlurmValue | None = key(None, "for srun --cpu-bind=; null: cores")
+    mpi: SlurmValue | None = key(None, "for srun --mpi=; null: by the MPI library that Python loads")
+    modules: list[SlurmValue] = key([], "modules to load")
+    venv: Annotated[PathStr, AfterValidator(os.path.abspath)] | None = key(
+        None, "virtual environment; null: the one in which submit runs"
     )
-    environment: dict[VariableName, PathStr] = Field(
-        default_factory=dict, description="variables of the ranks; exported ones count more"
+    environment: dict[VariableName, PathStr] = key({}, "variables of the ranks; exported ones count more")
+    container: ContainerConfig = subsection(ContainerConfig, "container")
+    scratch: Annotated[NodePath, AfterValidator(_path_on_node)] | None = key(
+        None, "folder on every node for temporary files (TMPDIR), may name the job's variables; null: the node's"
     )
-    container: ContainerConfig = Field(default_factory=ContainerConfig, description="container")
-    scratch: Annotated[NodePath, AfterValidator(_path_on_node)] | None = Field(
-        None,
-        description="folder on every node for temporary files (TMPDIR), may name the job's variables; null: the node's",
+    interface: SlurmValue | None = key(None, "network interface; null: chosen on the node")
+    extra_sbatch: list[SbatchOption] = key([], "further options of sbatch")
+    max_time: WallTime | None = key(
+        None, "longest wall time that job.time=auto asks for, [D-]HH:MM:SS; null: there is no limit"
     )
-    interface: SlurmValue | None = Field(None, description="network interface; null: chosen on the node")
-    extra_sbatch: list[SbatchOption] = Field(default_factory=list, description="further options of sbatch")
-    max_time: WallTime | None = Field(
-        None, description="longest wall time that job.time=auto asks for, [D-]HH:MM:SS; null: there is no limit"
-    )
-    charge_factor: NonNegativeFloat = Field(1.0, description="what one node-hour costs, in the site's own unit")
-    fabric: FabricConfig = Field(default_factory=FabricConfig, description="what the network is expected to do")
+    charge_factor: NonNegativeFloat = key(1.0, "what one node-hour costs, in the site's own unit")
+    fabric: FabricConfig = subsection(FabricConfig, "what the network is expected to do")
 
 
 def find_site(option: str | None, environ: Mapping[str, str]) -> Path | None:

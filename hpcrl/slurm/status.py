@@ -61,14 +61,16 @@ def _is_run(path: Path) -> bool:
 
 def overview(runs: Sequence[Path]) -> str:
     """The table, for the width of the terminal; whole lines where stdout is none."""
-    found = {run: read_progress(run) for run in dict.fromkeys(runs)}
-    jobs = {run: _jobs_of(run, progress) for run, progress in found.items()}
+    progress_of = {run: read_progress(run) for run in dict.fromkeys(runs)}
+    jobs = {run: _jobs_of(run, progress) for run, progress in progress_of.items()}
     queue = read_queue(sorted({job for of_run in jobs.values() for job in of_run}))
-    queued = {run: next((queue[job] for job in jobs[run] if job in queue), None) if queue else None for run in found}
-    names = Counter(run.resolve().name for run in found)
+    queued = {
+        run: next((queue[job] for job in jobs[run] if job in queue), None) if queue else None for run in progress_of
+    }
+    names = Counter(run.resolve().name for run in progress_of)
     table = [OVERVIEW_HEADER]
-    states = states_of([(run, queued[run], progress) for run, progress in found.items()])
-    for (run, progress), (state, note) in zip(found.items(), states, strict=True):
+    states = states_of([(run, queued[run], progress) for run, progress in progress_of.items()])
+    for (run, progress), (state, note) in zip(progress_of.items(), states, strict=True):
         name = run.resolve().name
         table.append(_overview_row(str(run) if names[name] > 1 else name, run, progress, queued[run], state, note))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -237,12 +239,12 @@ def report(run: Path) -> str:
     listed = [(link, Path(folder), link.job_of(number)) for link in links for number, folder in enumerate(link.runs)]
     # the chain.json of another user may name any folder
     runs = [each for each in listed if each[1].resolve() == run.resolve() or read_chain(each[1]) == links]
-    found = []
+    members = []
     for link, folder, job in runs:
         inside = folder / link.command if link.command in INSIDE_RUN else folder
-        found.append((inside, (queue or {}).get(job), read_progress(inside)))
-    states = states_of(found)
-    table += [chain_row(*run, files[2], *state) for run, files, state in zip(runs, found, states, strict=True)]
+        members.append((inside, (queue or {}).get(job), read_progress(inside)))
+    states = states_of(members)
+    table += [chain_row(*run, files[2], *state) for run, files, state in zip(runs, members, states, strict=True)]
     lines = [*aligned(table), "", summary([word for word, _ in states], queue)]
     if left_out := len(listed) - len(runs):
         lines.append(f"{left_out} of the chain's runs left out: their {CHAIN_FILE} differs")
@@ -350,11 +352,11 @@ def read_queue(jobs: Sequence[str]) -> dict[str, Queued] | None:
         return None
     if answer.returncode:
         return {} if "Invalid job id" in answer.stderr else None  # jobs that ended long ago are forgotten
-    found = {}
+    queue = {}
     for line in answer.stdout.splitlines():
         job, *fields = line.split("|")
         if len(fields) >= 4:
             state, reason, nodes, start, *more = fields
-            own, left = (*more, "", "")[:2]
-            found[job] = found[own or job] = Queued(state, reason, nodes, start, left)
-    return found
+            own, time_left = (*more, "", "")[:2]
+            queue[job] = queue[own or job] = Queued(state, reason, nodes, start, time_left)
+    return queue

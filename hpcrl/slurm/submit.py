@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.inputs import inputs, missing
 from hpcrl.config.loader import quoted_path
+from hpcrl.config.paths import inputs, missing
 from hpcrl.config.schema import AUTO, Config, JobConfig
 from hpcrl.engine.checkpoint.store import load_path
 from hpcrl.runtime import exits, run_owner

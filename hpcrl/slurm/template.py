@@ -114,7 +114,7 @@ def _options(batch: Batch, site: SiteConfig) -> Iterator[str]:
 
 def _variables(batch: Batch, site: SiteConfig, venv: str) -> dict[str, str]:
     container = site.container
-    found: dict[str, str | None] = {
+    variables: dict[str, str | None] = {
         "HPCRL_MODULES": " ".join(site.modules),
         "HPCRL_MPI": site.mpi,
         "HPCRL_CPU_BIND": site.cpu_bind,
@@ -127,13 +127,13 @@ def _variables(batch: Batch, site: SiteConfig, venv: str) -> dict[str, str]:
         "HPCRL_FABRIC_POINT_TO_POINT": str(site.fabric.point_to_point_gb_s or ""),
     }
     if container.kind == "none":
-        found |= {"HPCRL_CONTAINER": "none", "HPCRL_VENV": site.venv or venv}
+        variables |= {"HPCRL_CONTAINER": "none", "HPCRL_VENV": site.venv or venv}
     else:
         mounts = [f"{path}:{path}" for path in batch.mounts]
         mounts += [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
         unique = ",".join(dict.fromkeys(mounts))
-        found |= {"HPCRL_CONTAINER": container.kind, "HPCRL_IMAGE": container.image, "HPCRL_MOUNTS": unique}
-    return {name: value for name, value in found.items() if value and name not in site.environment}
+        variables |= {"HPCRL_CONTAINER": container.kind, "HPCRL_IMAGE": container.image, "HPCRL_MOUNTS": unique}
+    return {name: value for name, value in variables.items() if value and name not in site.environment}
 
 
 def _choose_run(batch: Batch) -> Sequence[str]:

@@ -32,7 +32,7 @@ from hpcrl.model.hf_files import open_weights
 from hpcrl.model.params import Shard, engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rewards.judge import Question, Sample, sample_scores
-from hpcrl.rollout.engines.native.build import native_engine
+from hpcrl.rollout.engines.native.engine import native_engine
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError

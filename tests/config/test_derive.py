@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config import derive, placement
+from hpcrl.config import derive, roles
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.jobs.rm import RewardModel
@@ -39,8 +39,8 @@ def refusal(ranks: int = 4, /, **sections: dict[str, Any]) -> str:
     [("*", (0, 1, 2, 3, 4, 5, 6)), ("0-3,6", (0, 1, 2, 3, 6)), (" 6 , 1 - 2 ", (1, 2, 6)), ("5", (5,)), ("2-2", (2,))],
 )
 def test_pool_strings(text: str, ranks: tuple[int, ...]) -> None:
-    assert placement.parse_ranks(text, 7) == ranks
-    assert placement.parse_ranks(format_spans(ranks), 7) == ranks
+    assert roles.parse_ranks(text, 7) == ranks
+    assert roles.parse_ranks(format_spans(ranks), 7) == ranks
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_derived_values() -> None:
         ),
         8,
     )
-    assert derived.roles["actor"] == placement.PlacedRole(tuple(range(8)), tp=2, pp=2, pool="all")
-    assert derived.roles["critic"] == placement.PlacedRole((6, 7), pp=2, pool="tail")
+    assert derived.roles["actor"] == roles.PlacedRole(tuple(range(8)), tp=2, pp=2, pool="all")
+    assert derived.roles["critic"] == roles.PlacedRole((6, 7), pp=2, pool="tail")
     assert set(derived.roles) == {"actor", "critic", "ref", "rollout"}
     assert (derived.needs_critic, derived.needs_ref) == (True, True)
     assert derived.max_sequence_length == 128

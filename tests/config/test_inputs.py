@@ -5,8 +5,8 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpcrl.config.inputs import KEYS, inputs, missing
 from hpcrl.config.loader import load_config
+from hpcrl.config.paths import KEYS, inputs, missing
 from hpcrl.config.schema import Section
 from hpcrl.jobs.train import Train
 

@@ -19,7 +19,7 @@ from hpcrl.kernels.decode_attention import (
 from hpcrl.kernels.decode_attention_triton import cut_rows as fused_cut_rows
 from hpcrl.kernels.dispatch import FP8
 from hpcrl.model.blocks.block import CachedHeads
-from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.engine import CacheLayout
 from hpcrl.rollout.engines.native.attention import DecodeAttention, NewTokens, PagedAttention
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.kv_cache import KVCache

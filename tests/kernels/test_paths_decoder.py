@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcrl.kernels import dispatch
 from hpcrl.model.exact import TensorParallel
 from hpcrl.model.shape import LatentAttention, ModelShape
-from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, CacheLayout
+from hpcrl.rollout.engines.engine import BLOCK_SIZE, CacheLayout
 from hpcrl.rollout.engines.native.attention import NewTokens, PrefillAttention
 from hpcrl.rollout.engines.native.decoder import Decoder
 from hpcrl.rollout.engines.native.kv_cache import KVCache

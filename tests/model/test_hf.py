@@ -22,7 +22,7 @@ from hpcrl.model.hf_export import plan_files, write_beside
 from hpcrl.model.hf_files import Safetensors, differing, hf_shards, open_weights, others_of, whole_tensors
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.engine import CacheLayout
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_tensorrt_llm
 from hpcrl.rollout.protocol import Request, SamplingParams

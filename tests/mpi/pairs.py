@@ -15,7 +15,7 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.refit.planner import Resharding
 from hpcrl.engine.refit.refit import Refit
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.cache_layout import max_kv_bytes
+from hpcrl.rollout.engines.engine import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime import platform

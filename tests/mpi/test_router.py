@@ -17,9 +17,9 @@ from hpcrl.engine.microbatch import make_micro_batches
 from hpcrl.model.blocks.router import Router
 from hpcrl.model.build import named_parameters
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE
+from hpcrl.rollout.engines.engine import BLOCK_SIZE
 from hpcrl.rollout.engines.native.engine import NativeEngine
-from hpcrl.rollout.engines.tensorrt_llm.cache_layout import kv_bytes_per_token
+from hpcrl.rollout.engines.tensorrt_llm.declaration import kv_bytes_per_token
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.workers.response_columns import response_columns
 from hpcrl.workers.response_stream import Response

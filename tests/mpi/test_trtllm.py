@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.rollout.engines.tensorrt_llm import start
+from hpcrl.rollout.engines.tensorrt_llm import declaration
 from hpcrl.rollout.engines.tensorrt_llm.engine import GenerateCall
 from hpcrl.rollout.protocol import Request, SamplingParams, completed
 from hpcrl.runtime.exits import InputError
@@ -78,6 +78,6 @@ def test_every_rank_hears_the_same(world: World) -> None:
 
 def test_without_the_package_all_ranks_refuse_together(world: World) -> None:
     with pytest.raises(InputError) as caught:
-        start.import_on_all_ranks(world.comm)
+        declaration.import_on_all_ranks(world.comm)
     assert caught.value.everywhere
     assert len(set(world.all_gather_object(str(caught.value)))) == 1

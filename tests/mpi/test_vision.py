@@ -20,7 +20,7 @@ from hpcrl.model.families.config_json import read_shape
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.tower import divide
 from hpcrl.model.vision import Vision
-from hpcrl.rollout.engines.cache_layout import CacheLayout, max_kv_bytes
+from hpcrl.rollout.engines.engine import CacheLayout, max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams, Trajectory
 from hpcrl.runtime.groups import GroupCache, make_groups

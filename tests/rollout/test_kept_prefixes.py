@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.engine import CacheLayout
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.kept_prefixes import KeptPrefixes
 from hpcrl.rollout.engines.native.scheduler import Scheduler

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcrl.kernels.dispatch import FP8
 from hpcrl.kernels.fp8_matrix import Fp8Matrix, row_scales
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.cache_layout import max_kv_bytes
+from hpcrl.rollout.engines.engine import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.rollout.small_model import SHAPE, draw_weights, make_requests

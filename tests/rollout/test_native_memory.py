@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.cache_layout import CacheLayout, max_kv_bytes
+from hpcrl.rollout.engines.engine import CacheLayout, max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.engine import CacheLayout
 from hpcrl.rollout.engines.native import attention, generate_call
 from hpcrl.rollout.engines.native.decoder import Decoder
 from hpcrl.rollout.engines.native.engine import NativeEngine

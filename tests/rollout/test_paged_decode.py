@@ -12,7 +12,7 @@ import torch
 
 from hpcrl.model.blocks.block import CachedHeads, CachedState
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.engine import CacheLayout
 from hpcrl.rollout.engines.native.attention import PagedAttention
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.engines.native.kv_cache import KVCache

@@ -9,7 +9,7 @@ import torch
 
 from hpcrl.batch.pictures import Picture
 from hpcrl.model.vision import Vision
-from hpcrl.rollout.engines.native.prefill_tokens import PrefillTokens
+from hpcrl.rollout.engines.native.generate_call import PrefillTokens
 from hpcrl.rollout.engines.native.scheduler import Sequence
 from hpcrl.rollout.protocol import PromptPicture
 

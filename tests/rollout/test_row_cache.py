@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.model.blocks.block import CachedHeads
-from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.engine import CacheLayout
 from hpcrl.rollout.engines.native.attention import MIN_SAVED, DecodeAttention, NewTokens, cut_by_length, padded_tokens
 from hpcrl.rollout.engines.native.kv_cache import Moves
 from hpcrl.rollout.engines.native.row_cache import RowCache

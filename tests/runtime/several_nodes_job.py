@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrl.runtime import world
+from hpcrl.runtime import launcher, world
 from hpcrl.sandbox import fork_server
 
 
 def main() -> None:
     exchange = world.all_gather_object
-    world.on_one_node = lambda environ: False
+    launcher.on_one_node = lambda environ: False
     # Every rank but this one is elsewhere; what else the ranks tell each other stays.
     world.all_gather_object = lambda comm, value: [
         0 if isinstance(said, int) else said for said in exchange(comm, value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.rollout.engines.tensorrt_llm import start
+from hpcrl.rollout.engines.tensorrt_llm import declaration
 from hpcrl.runtime.exits import InputError
 from tests.preloaded import RANK
 
@@ -30,10 +30,10 @@ run_spmd(lambda: SimpleNamespace(run=run, engine=TensorRTLLM()), lambda world, c
 
 
 def test_open_mpi_with_threads_alone_will_do() -> None:
-    assert start.unsupported_mpi(OPEN_MPI, thread_multiple=True) is None
-    assert "MPI_THREAD_MULTIPLE" in (start.unsupported_mpi(OPEN_MPI, thread_multiple=False) or "")
+    assert declaration.unsupported_mpi(OPEN_MPI, thread_multiple=True) is None
+    assert "MPI_THREAD_MULTIPLE" in (declaration.unsupported_mpi(OPEN_MPI, thread_multiple=False) or "")
     for library in ("MPICH Version:      5.0.2\nMPICH Release date: ...", "Intel(R) MPI Library 2021.13"):
-        assert "TensorRT-LLM needs Open MPI, and mpi4py found" in (start.unsupported_mpi(library, True) or "")
+        assert "TensorRT-LLM needs Open MPI, and mpi4py found" in (declaration.unsupported_mpi(library, True) or "")
 
 
 def test_a_job_under_mpich_ends_in_one_line_before_anything_hangs(run: Callable, tmp_path: Path) -> None:
@@ -60,7 +60,8 @@ def test_an_import_that_fails_on_one_rank_ends_the_job(run: Callable, tmp_path: 
     (tmp_path / "tensorrt_llm.py").write_text(LOST)
     text = {"job": JOB, "check": "from hpcrl.cli import main\nmain(['check', '--trtllm'])\n"}[program]
     (tmp_path / "program.py").write_text(
-        "from hpcrl.rollout.engines.tensorrt_llm import start\nstart.unsupported_mpi = lambda *_: None\n" + text
+        "from hpcrl.rollout.engines.tensorrt_llm import declaration\ndeclaration.unsupported_mpi = lambda *_: None\n"
+        + text
     )
     ended = run(MPIEXEC, "-n", "3", *RANK, "program.py")
     assert ended.code == 2, ended.stdout + ended.stderr
@@ -128,10 +129,10 @@ def test_an_import_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "tensorrt_llm", raising=False)
     with pytest.raises(InputError, match="cannot be imported: OSError: libcuda.so.1: cannot open shared") as caught:
-        start.load()
+        declaration.load()
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(start, "PACKAGE", "no_such_package")
-    assert "not installed" in (start.missing_package() or "")
+    monkeypatch.setattr(declaration, "PACKAGE", "no_such_package")
+    assert "not installed" in (declaration.missing_package() or "")
 
 
 def test_only_the_adapter_imports_the_package() -> None:

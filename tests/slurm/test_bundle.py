@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.inputs import inputs
 from hpcrl.config.loader import load_config
+from hpcrl.config.paths import inputs
 from hpcrl.config.schema import Config
 from hpcrl.data.row_file import short_names
 from hpcrl.engine.checkpoint.manifest import verify, write_manifest

@@ -29,7 +29,7 @@ from hpcrl.model.blocks.block import blocks_of
 from hpcrl.model.blocks.micro_batch import MicroBatch
 from hpcrl.model.families.config_json import hf_config
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.cache_layout import max_kv_bytes
+from hpcrl.rollout.engines.engine import max_kv_bytes
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime import accelerator

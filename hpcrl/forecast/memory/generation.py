@@ -15,7 +15,7 @@ from hpcrl.model.blocks.micro_batch import FP32, INT64
 from hpcrl.model.params import engine_layout, quantized_names, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.vision import Vision
-from hpcrl.rollout.engines.cache_layout import PlannedCache
+from hpcrl.rollout.engines.engine import PlannedCache
 from hpcrl.runtime.layout import Layout
 
 MIB, GIB = 2**20, 2**30

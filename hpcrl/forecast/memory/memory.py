@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
-from hpcrl.config import placement
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.roles import ACTOR, JUDGE, PLACED, REF, ROLLOUT, Part, RoleSpec, offloaded, shares_weights, with_own
+from hpcrl.config.roles import place as place_roles
 from hpcrl.config.schema import Config, S
 from hpcrl.engine.refit.planner import RankTraffic, Resharding
 from hpcrl.forecast.memory.activations import Pass
@@ -124,7 +124,7 @@ class TrainingPlan:
         """Of the actor's weights to the engine. Nothing is checked but the two layouts."""
         config, each = self.config, self.config.job.ntasks_per_node
         world_size = config.job.nodes * each
-        shape, roles = job_shape(config), placement.place(config, [ACTOR, ROLLOUT], world_size)
+        shape, roles = job_shape(config), place_roles(config, [ACTOR, ROLLOUT], world_size)
         return Resharding(
             shape,
             role_layout(shape, "actor", **roles["actor"].grid),

@@ -31,8 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcrl.config.derive import Derived
-from hpcrl.config.placement import PlacedRole, divisors
-from hpcrl.config.roles import KEYS, Part, RoleSpec, offloaded
+from hpcrl.config.roles import KEYS, Part, PlacedRole, RoleSpec, divisors, offloaded
 from hpcrl.config.schema import Config, RolePlacement
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.memory.fixes import tightest

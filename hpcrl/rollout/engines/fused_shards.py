@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from hpcrl.config.placement import divisors
+from hpcrl.config.roles import divisors
 from hpcrl.model.blocks.attention import Attention
 from hpcrl.model.blocks.block import Block, Box, Size, Weight
 from hpcrl.model.blocks.feed_forward import FeedForward

@@ -38,9 +38,9 @@ class TaggedFormat:
             arguments: dict[str, str] = {}
             if name is not None:
                 place = name.end()
-                while found := self.argument.match(inside, place):
-                    arguments[found[1].strip()] = found[2]
-                    place = found.end()
+                while match := self.argument.match(inside, place):
+                    arguments[match[1].strip()] = match[2]
+                    place = match.end()
             close = self.close.match(inside, place)
             if name is None or close is None:
                 called = "" if name is None else name[1].strip()

@@ -67,22 +67,22 @@ def _is_function(tool: Any) -> TypeGuard[dict[str, Any]]:
 
 def _messages(given: list[Any]) -> list[Message]:
     """The messages with their texts in one piece; those of tools have the name of the call that they answer."""
-    found, names = list[Message](), dict[str, str]()
+    messages, names = list[Message](), dict[str, str]()
     for number, message in enumerate(given):
         where = f"messages[{number}]"
         role = message.get("role") if isinstance(message, dict) else None
         if not isinstance(role, str) or role not in ROLES:
             raise BadRequest(f"{where}: expected an object with a role: {', '.join(sorted(ROLES))}")
-        found.append(
+        messages.append(
             {"role": "system" if role == "developer" else role, "content": _text(message.get("content"), where)}
         )
         if role == "assistant" and message.get("tool_calls"):
-            calls = found[-1]["tool_calls"] = _calls(message["tool_calls"], where)
+            calls = messages[-1]["tool_calls"] = _calls(message["tool_calls"], where)
             names |= {call["id"]: call["function"]["name"] for call in calls}
         elif role == "tool":
             call = str(message.get("tool_call_id") or "")
-            found[-1] |= {"name": names.get(call, "tool"), "tool_call_id": call}
-    return found
+            messages[-1] |= {"name": names.get(call, "tool"), "tool_call_id": call}
+    return messages
 
 
 def _text(content: Any, where: str) -> str:
@@ -96,7 +96,7 @@ def _text(content: Any, where: str) -> str:
 
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     """The calls with their arguments as objects, as chat templates take them."""
-    found = []
+    calls = []
     for call in given if isinstance(given, list) else [given]:
         if not _is_function(call):
             raise BadRequest(f"{where}: expected tool_calls of functions")
@@ -106,8 +106,8 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             raise BadRequest(f"{where}: the arguments of a call are not JSON") from None
         function = {"name": call["function"]["name"], "arguments": arguments}
-        found.append({"id": str(call.get("id") or ""), "type": "function", "function": function})
-    return found
+        calls.append({"id": str(call.get("id") or ""), "type": "function", "function": function})
+    return calls
 
 
 def is_same(sent: Message, known: Message) -> bool:
@@ -128,27 +128,27 @@ def answer_of(turn: Turn, tools: Sequence[Schema], first_call: int) -> Message:
         return {"role": "assistant", "content": turn.text}
     mark = CALL_MARK.search(turn.text)
     parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-    found = []
+    numbered = []
     for number, call in enumerate(calls, first_call):
         arguments = _typed(call.arguments, parameters.get(call.name)) if call.is_text else call.arguments
         function = {"name": call.name, "arguments": arguments}
-        found.append({"id": call.id or f"call{number:05d}", "type": "function", "function": function})
-    return {"role": "assistant", "content": turn.text[: mark.start()].strip() if mark else "", "tool_calls": found}
+        numbered.append({"id": call.id or f"call{number:05d}", "type": "function", "function": function})
+    return {"role": "assistant", "content": turn.text[: mark.start()].strip() if mark else "", "tool_calls": numbered}
 
 
 def _typed(arguments: Mapping[str, str], parameters: Any) -> dict[str, Any]:
     """Arguments that are texts, as JSON where the schema says that they are no strings."""
     kinds = parameters.get("properties") if isinstance(parameters, dict) else None
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, text in arguments.items():
         schema = kinds.get(name) if isinstance(kinds, dict) else None
-        found[name] = text
+        values[name] = text
         if isinstance(schema, dict) and schema.get("type", "string") != "string":
             try:
-                found[name] = json.loads(text)
+                values[name] = json.loads(text)
             except (ValueError, RecursionError):
                 continue
-    return found
+    return values
 
 
 def completion_of(answer: Message, turn: Turn, model: str, number: int) -> dict[str, Any]:

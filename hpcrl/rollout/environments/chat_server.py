@@ -154,11 +154,11 @@ class ChatServer:
             pending = self._ask(ChatRequest.of(body), reader)
         except BadRequest as error:
             return _error(HTTPStatus.BAD_REQUEST, str(error), error.code)
-        found = await asyncio.shield(pending.response)
+        response = await asyncio.shield(pending.response)
         if not pending.reader.at_eof():
             with contextlib.suppress(ValueError):
                 self._pending.remove(pending)
-        return found
+        return response
 
     def _ask(self, request: ChatRequest, reader: asyncio.StreamReader) -> PendingRequest:
         for pending in self._pending:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,8 @@ import numpy as np
 from hpcrl.algorithms.metrics import Metric
 from hpcrl.rollout.environments.environment import Turn
 from hpcrl.rollout.environments.environment_worker import EnvironmentSource, Started, Stepped
-from hpcrl.rollout.environments.tally import Tally
 from hpcrl.rollout.environments.tools import Parser, parsed
-from hpcrl.rollout.environments.turn_handler import Dialog, Info, PromptOf, Reply
+from hpcrl.rollout.environments.turn_handler import Dialog, Info, PromptOf, Reply, Tally
 from hpcrl.rollout.protocol import Request
 from hpcrl.runtime.exits import InputError, folded
 from hpcrl.sandbox.forked_children import FIRST, LAST, ChildLimits
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import EnvironmentConfig, MultiTurnConfig
 
 LATE_SECONDS = 120.0  # after which the process that enforces the timeouts is replaced, and all environments end
-COUNTS = ("steps", "timeouts", "crashes", "errors")
+ENVIRONMENT_COUNTS = ("steps", "timeouts", "crashes", "errors")
 
 
 def environment_pool(cfg: EnvironmentConfig, most: int, log_path: str | None) -> ProcessPool:
@@ -55,15 +54,11 @@ class EnvironmentResponder:
     parser: Parser
     prompt_of: PromptOf
     seed: int
-    warned: InitVar[Counter[str]]
-    tally: Tally = field(init=False)
+    tally: Tally
     _unopened: deque[tuple[int, Request, Dialog]] = field(default_factory=deque, init=False)
     _open: dict[int, int] = field(default_factory=dict, init=False)  # conversation -> key
     _asked: dict[int, tuple[int, Request | None, Dialog]] = field(default_factory=dict, init=False)  # by conversation
     _closing: list[int] = field(default_factory=list, init=False)  # numbers of requests
-
-    def __post_init__(self, warned: Counter[str]) -> None:
-        self.tally = Tally("env", COUNTS, warned)
 
     def open(self, number: int, request: Request, dialog: Dialog) -> None:
         self._unopened.append((number, request, dialog))

@@ -191,6 +191,6 @@ def _message(message: Any, what: str, roles: Sequence[str]) -> Message:
             f"{what} returned the message {str(message)[:80]}; expected {{'role': {' or '.join(roles)}, "
             "'content': text}"
         )
-    found = {"role": roles[roles.index(role)], "content": "".join((content,))}
-    found |= {key: str(given[key])[:most] for key, most in NAMES.items() if given.get(key) is not None}
-    return found | ({} if calls is None else {"tool_calls": json.loads(json.dumps(calls))})
+    bounded_message = {"role": roles[roles.index(role)], "content": "".join((content,))}
+    bounded_message |= {key: str(given[key])[:most] for key, most in NAMES.items() if given.get(key) is not None}
+    return bounded_message | ({} if calls is None else {"tool_calls": json.loads(json.dumps(calls))})

@@ -18,11 +18,11 @@ from hpcrl.data.media import MediaReader
 from hpcrl.data.prompts import prompt_ids
 from hpcrl.rollout.environments.conversation import Conversation
 from hpcrl.rollout.environments.environment import Schema
-from hpcrl.rollout.environments.environment_responder import EnvironmentResponder, environment_pool
-from hpcrl.rollout.environments.tool_responder import ToolResponder
+from hpcrl.rollout.environments.environment_responder import ENVIRONMENT_COUNTS, EnvironmentResponder, environment_pool
+from hpcrl.rollout.environments.tool_responder import TOOL_COUNTS, ToolResponder
 from hpcrl.rollout.environments.tool_worker import AgentSource
 from hpcrl.rollout.environments.tools import PARSERS, tool_schemas
-from hpcrl.rollout.environments.turn_handler import Responder, TurnHandler, TurnResult
+from hpcrl.rollout.environments.turn_handler import Responder, Tally, TurnHandler, TurnResult
 from hpcrl.rollout.environments.turn_template import Message, TurnTemplate
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, ToolPicture, Trajectory
 from hpcrl.runtime.exits import InputError
@@ -244,10 +244,11 @@ class AgentLoop:
     def _responder(self, pool: ProcessPool, seed: int) -> Responder:
         """What answers the model in one generation."""
         if not self.makes_prompts:
-            return ToolResponder(self._cfg, pool, self._parser, self._warned, self._schemas)
+            tally = Tally("tools", TOOL_COUNTS, self._warned)
+            return ToolResponder(self._cfg, pool, self._parser, tally, self._schemas)
         prompt_of = partial(self._prompt_of, limit=self._data.max_prompt_length)
-        fixed = pool, self._keys, self._max_open, self._parser, prompt_of, seed, self._warned
-        return EnvironmentResponder(self._cfg, *fixed)
+        fixed = pool, self._keys, self._max_open, self._parser, prompt_of, seed
+        return EnvironmentResponder(self._cfg, *fixed, Tally("env", ENVIRONMENT_COUNTS, self._warned))
 
     def _prompt_of(
         self,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.algorithms.metrics import Metric
 from hpcrl.rollout.environments.environment import Schema
-from hpcrl.rollout.environments.tally import Tally
 from hpcrl.rollout.environments.tool_worker import ToolAnswer
 from hpcrl.rollout.environments.tools import BadCall, Call, Parser, parsed
-from hpcrl.rollout.environments.turn_handler import Dialog, Info, Reply
+from hpcrl.rollout.environments.turn_handler import Dialog, Info, Reply, Tally
 from hpcrl.rollout.environments.turn_template import Message
 from hpcrl.rollout.protocol import Request
 from hpcrl.sandbox.process_pool import ProcessPool
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import MultiTurnConfig
 
 MAX_NAME = 80  # characters of a name or an id that the model wrote
-COUNTS = ("calls", "timeouts", "crashes", "errors", "rejected", "user_failures")
+TOOL_COUNTS = ("calls", "timeouts", "crashes", "errors", "rejected", "user_failures")
 
 
 @dataclass
@@ -46,14 +44,10 @@ class ToolResponder:
     cfg: MultiTurnConfig
     pool: ProcessPool
     parser: Parser
-    warned: InitVar[Counter[str]]
+    tally: Tally
     schemas: Sequence[Schema] | None = None
-    tally: Tally = field(init=False)
     _states: dict[int, str] = field(default_factory=dict, init=False)  # of the simulated user, JSON
     _pending: dict[int, _Pending] = field(default_factory=dict, init=False)  # in order
-
-    def __post_init__(self, warned: Counter[str]) -> None:
-        self.tally = Tally("tools", COUNTS, warned)
 
     def open(self, number: int, request: Request, dialog: Dialog) -> None:
         dialog.tools = self.schemas

@@ -111,23 +111,23 @@ def run_tool(
         near = get_close_matches(name, tools, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         return ToolAnswer(f"no tool {name[:80]!r}; {hint}tools: {', '.join(tools)}", {}, rejected=True)
-    found = tools[name]
+    tool = tools[name]
     try:
-        values = found.arguments(arguments, is_text)
+        values = tool.arguments(arguments, is_text)
     except BadArguments as error:
         return ToolAnswer(str(error), {}, rejected=True)
-    if found.needs_row:
+    if tool.needs_row:
         values["extra_info"] = (record or {}).get("extra_info") or {}
-    result = found.function(**values)
+    result = tool.function(**values)
     metrics: dict[str, float] = {}
     images: tuple[bytes, ...] = ()
     if isinstance(result, dict) and result.keys() & {"text", "image"} and result.keys() <= PARTS:
         metrics = {str(key): float(value) for key, value in (result.get("metrics") or {}).items()}
         images = images_of(result.get("image"), max_image_pixels)
         result = result.get("text", "")
-    kept = {key: value for key, value in metrics.items() if math.isfinite(value)}
+    finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    return ToolAnswer(bounded(text), dict(list(kept.items())[:MAX_METRICS]), images=images)
+    return ToolAnswer(bounded(text), dict(list(finite.items())[:MAX_METRICS]), images=images)
 
 
 def images_of(value: Any, max_pixels: int) -> tuple[bytes, ...]:

@@ -158,10 +158,10 @@ def _arguments(lines: list[str]) -> dict[str, str]:
     for line in filter(str.strip, lines):
         depth = len(line) - len(line.lstrip())
         indent = depth if indent is None else indent
-        found = ARGUMENT.fullmatch(line.strip()) if depth <= indent else None
-        if found:
-            name = found[1]
-            descriptions[name] = found[2]
+        match = ARGUMENT.fullmatch(line.strip()) if depth <= indent else None
+        if match:
+            name = match[1]
+            descriptions[name] = match[2]
         elif name is not None:
             descriptions[name] += f" {line.strip()}"
     return descriptions

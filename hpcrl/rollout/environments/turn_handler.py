@@ -1,14 +1,17 @@
-"""Turns of a conversation: on the leader of a replica, something answers the model, or ends the conversation."""
+"""Turns of a conversation: on the leader of a replica, something answers the model, or ends the conversation.
+A `Tally` counts its failures."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
+from hpcrl.algorithms.metrics import Max, Mean, Metric, Min, Sum
 from hpcrl.rollout.environments.conversation import Answer, Conversation
 from hpcrl.rollout.environments.environment import Schema
 from hpcrl.rollout.environments.turn_template import Message, TurnTemplate
@@ -235,17 +238,17 @@ def _as_text(message: Message) -> Message:
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
     """Verl's `training/num_turns` (here: turns of the model) and `tool_call_counts`, and the number of sequences."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     names = {"num_turns": "training/num_turns", "num_sequences": "training/num_sequences"}
     columns = turn_columns(trajectories)
     columns["num_sequences"] = np.array([it.num_sequences for it in trajectories])
     for name, column in columns.items():
         if len(column):
             key = names.get(name, name)
-            found[f"{key}/min"] = Min(float(column.min()))
-            found[f"{key}/max"] = Max(float(column.max()))
-            found[f"{key}/mean"] = Mean(float(column.sum()), float(len(column)))
-    return found
+            metrics[f"{key}/min"] = Min(float(column.min()))
+            metrics[f"{key}/max"] = Max(float(column.max()))
+            metrics[f"{key}/mean"] = Mean(float(column.sum()), float(len(column)))
+    return metrics
 
 
 def turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
@@ -259,3 +262,40 @@ def turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
 def turns_for_scorer(trajectory: Trajectory) -> dict[str, Any]:
     """Entries of `extra_info` for scorers, as in verl: `num_turns`, and `turn_scores` of a simulated user."""
     return {"num_turns": trajectory.num_turns, "turn_scores": list(trajectory.turn_scores)}
+
+
+log = logging.getLogger(__name__)
+
+MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of them
+
+
+@dataclass
+class Tally:
+    """section: of metrics. names: counts that are metrics also if they are 0. warned: failures by kind, also of earlier
+    generations."""
+
+    section: str
+    names: Sequence[str]
+    warned: Counter[str]
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    _values: dict[str, list[float]] = field(default_factory=dict, init=False)
+
+    def note(self, name: str, value: float) -> None:
+        """Add a value to those of which the metric is the mean."""
+        self._values.setdefault(name, []).append(value)
+
+    def fail(self, kind: str, line: str) -> None:
+        """Count a failure, and log the line if it is one of the first of this kind."""
+        self.counts[kind] += 1
+        self.warned[kind] += 1
+        if self.warned[kind] <= MAX_WARNINGS:
+            log.warning("%s", line)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return the counts and means since the last call."""
+        found: dict[str, Metric] = {f"{self.section}/{name}": Sum(float(self.counts[name])) for name in self.names}
+        for name, values in self._values.items():
+            found[f"{self.section}/{name}/mean"] = Mean(sum(values), float(len(values)))
+        self.counts.clear()
+        self._values.clear()
+        return found

@@ -125,8 +125,8 @@ class TurnTemplate:
             raise InputError(
                 f"the chat template does not render a tool's pictures: {error}; use one that does (data.chat_template)"
             ) from None
-        found = [ToolPicture(item.key, item.picture, png) for item, png in zip(items, pictures, strict=True)]
-        return Answer(np.repeat(np.asarray(ids, np.int32), repeats), tuple(found))
+        tool_pictures = [ToolPicture(item.key, item.picture, png) for item, png in zip(items, pictures, strict=True)]
+        return Answer(np.repeat(np.asarray(ids, np.int32), repeats), tuple(tool_pictures))
 
     def _as_user(self, message: Message) -> Message:
         """Convert a tool's message into a user's."""
@@ -166,9 +166,9 @@ class TurnTemplate:
         if not before:
             return ""  # the template drops the model's turn
         text = self._around_marks(calls, messages, len(before))[-1]  # answers may mention the mark
-        found = self._ends.search(turn)
-        if found and (calls or not turn[: found.start()].strip()):
-            rest = text.removeprefix(turn[: found.start()])
+        end_mark = self._ends.search(turn)
+        if end_mark and (calls or not turn[: end_mark.start()].strip()):
+            rest = text.removeprefix(turn[: end_mark.start()])
             written = self._ends.match(rest) or self._end_of_message(rest)
             return rest[written.end() :] if written else rest
         rest = text.removeprefix(turn.removesuffix(self._around_marks([])[-1])) if calls else text

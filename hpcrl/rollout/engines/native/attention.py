@@ -25,7 +25,7 @@ from hpcrl.kernels.vocabulary import LOG2_E
 from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.block import CachedHeads
 from hpcrl.model.exact import PAGE, Tiles, exact_attention, paged_attention, tile_tokens
-from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.engine import CacheLayout
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.row_cache import RowCache
 
@@ -132,20 +132,20 @@ class PagedAttention(CachedAttention):
         self._places: dict[CachedHeads, tuple[Tensor, Tensor]] = {}
         for heads in cache.layout.heads:
             if heads.window is None:
-                found, begins, most, length = blocks, starts, width, cached + 1
+                block_ids, begins, most, length = blocks, starts, width, cached + 1
                 place = cached
             else:
                 assert rows is not None
                 most = cache.ring_blocks(heads)
-                found = torch.arange(cache.num_rows * most, dtype=torch.int32, device=cached.device)
+                block_ids = torch.arange(cache.num_rows * most, dtype=torch.int32, device=cached.device)
                 begins, place = (rows * most).int(), cached % heads.window
                 length = (cached + 1).clamp(max=heads.window)
-            of_tokens = found.index_select(0, begins + place // cache.block_size)
+            of_tokens = block_ids.index_select(0, begins + place // cache.block_size)
             # int64, to which every write would convert them
             self._places[heads] = of_tokens.long(), (place % cache.block_size).long()
             cut = Cut.of(heads.groups, heads.queries, heads.value_dim)
-            some = cache[cache.layout.heads[heads][0]].keys
-            self._of_kind[heads] = PagedRows.of(some, found, begins, length, most, cut, num_rows)
+            keys = cache[cache.layout.heads[heads][0]].keys
+            self._of_kind[heads] = PagedRows.of(keys, block_ids, begins, length, most, cut, num_rows)
 
     @staticmethod
     def fits(layout: CacheLayout, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -438,9 +438,9 @@ class ContinuedAttention(HostAttention):
             weights = scores.sub_(new_maxima).exp2_()
             if window is not None:
                 weights.masked_fill_(hidden, 0.0)  # a part may have no visible key
-            kept = (maxima - new_maxima).exp2_()
-            sums = sums * kept + weights.sum(-1, keepdim=True)
-            outputs = outputs * kept + torch.bmm(weights.to(values.dtype), part_values.to(values.dtype))
+            decay = (maxima - new_maxima).exp2_()
+            sums = sums * decay + weights.sum(-1, keepdim=True)
+            outputs = outputs * decay + torch.bmm(weights.to(values.dtype), part_values.to(values.dtype))
             maxima = new_maxima
         outputs = outputs.div_(sums).to(queries.dtype).view(heads, tokens, per_head, -1)
         return outputs.transpose(0, 1)

@@ -21,7 +21,7 @@ class Native(Engine):
     def make(self, groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
         from hpcrl.kernels.dispatch import FP8
         from hpcrl.model.build import DTYPES
-        from hpcrl.rollout.engines.native.build import native_engine
+        from hpcrl.rollout.engines.native.engine import native_engine
 
         rollout = config.rollout
         return native_engine(

@@ -107,7 +107,7 @@ def _zeros(
 ) -> dict[str, Any]:
     """Return zeros for each shard by name; those of a layer's experts are in one tensor, for `ExpertWeights`."""
     stacks: dict[str, list[Shard]] = {}
-    found: dict[str, Tensor | Fp8Matrix] = {}
+    weights: dict[str, Tensor | Fp8Matrix] = {}
     for shard in owned:
         stacks.setdefault(re.sub(r"local_experts\.\d+", "local_experts", shard.name), []).append(shard)
     for members in stacks.values():
@@ -117,8 +117,8 @@ def _zeros(
             each = [*Fp8Matrix.zeros(size, dtype, device).unbind()]
         else:
             each = [*torch.zeros(size, dtype=dtype, device=device).unbind()]
-        found |= {shard.name: weight for shard, weight in zip(members, each, strict=True)}
-    return {shard.name: found[shard.name] for shard in owned}
+        weights |= {shard.name: weight for shard, weight in zip(members, each, strict=True)}
+    return {shard.name: weights[shard.name] for shard in owned}
 
 
 class Decoder:

@@ -1,9 +1,11 @@
-"""The native generation engine: continuous batching over a KV cache, in torch, with tensor parallelism."""
+"""The native generation engine: continuous batching over a KV cache, in torch, with tensor parallelism.
+
+`native_engine` makes that of a role, with the sizes of its config section.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,22 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.config.schema import EngineConfig
 from hpcrl.model.exact import TensorParallel, check_exact
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.tower import Division, Pixels, divide, encode_divided
-from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, CacheLayout, blocks_for
+from hpcrl.rollout.engines.engine import BLOCK_SIZE, CacheLayout, blocks_for, max_kv_bytes
 from hpcrl.rollout.engines.native.attention import PagedAttention
 from hpcrl.rollout.engines.native.decoder import Decoder
-from hpcrl.rollout.engines.native.generate_call import GenerateCall, RowCall
+from hpcrl.rollout.engines.native.generate_call import RowCall
 from hpcrl.rollout.engines.native.kv_cache import KVCache
 from hpcrl.rollout.engines.native.paged_decode import PagedCall, PagedDecode
 from hpcrl.rollout.engines.native.row_cache import RowCache
-from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, completed
+from hpcrl.rollout.protocol import EngineOfCalls
+from hpcrl.runtime import accelerator, platform
+from hpcrl.runtime.groups import RoleGroups
 
 CPU = torch.device("cpu")
 
 
-class NativeEngine:
+class NativeEngine(EngineOfCalls):
     """One rank of a replica; a `RolloutEngine`. Construction is collective over its tensor-parallel ranks.
 
     `max_num_seqs` sequences run at once, `max_num_batched_tokens` prompt tokens are prefilled in one call, and
@@ -62,7 +67,7 @@ class NativeEngine:
         cached = cache_dtype or dtype
         if kv_cache_bytes is None:
             kv_cache_bytes = layout.most_bytes(cached.itemsize, *limits)
-        self._generating, self._max_encoded_tokens = False, max_num_batched_tokens
+        self._max_encoded_tokens = max_num_batched_tokens
         self._decoder = Decoder(shape, tp, dtype, device, quantization)
         width = blocks_for(max_model_len)
         size = tp.smallest(layout.num_blocks(cached.itemsize, kv_cache_bytes, *limits))
@@ -76,7 +81,7 @@ class NativeEngine:
         }
         if device.type == "cpu" and not has_kernels:
             self._cache = RowCache(layout, size, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, cached)
-            self._begin: Callable[..., GenerateCall] = partial(RowCall, self._decoder, self._cache, **options)
+            self._begin = partial(RowCall, self._decoder, self._cache, **options)
         else:
             self._cache = KVCache(layout, size, BLOCK_SIZE, max_num_seqs, cached, device)
             graphed = device.type == "cuda" and has_kernels and not enforce_eager
@@ -110,8 +115,8 @@ class NativeEngine:
             raise ValueError("the model has no vision tower; only a vision-language model takes pictures")
 
         def pixels(numbers: list[int]) -> Pixels:
-            found = torch.from_numpy(np.concatenate(patches(numbers)))
-            return Pixels(found, torch.from_numpy(grids[numbers].astype(np.int64)))
+            rows = torch.from_numpy(np.concatenate(patches(numbers)))
+            return Pixels(rows, torch.from_numpy(grids[numbers].astype(np.int64)))
 
         divisions = [Division(decoder.tp.group, is_split=False)] if divided and decoder.tp.group is not None else []
         most = self._max_encoded_tokens * decoder.vision.merge_size**2
@@ -121,42 +126,63 @@ class NativeEngine:
         )
         return list(features.float().cpu().split([decoder.vision.num_tokens(tuple(grid)) for grid in grids.tolist()]))
 
-    @contextmanager
-    def updating_weights(self) -> Iterator[None]:
-        if self._generating:
-            raise RuntimeError("weights cannot be updated while a generation is in progress; abort it first")
-        yield
+    @property
+    def is_asleep(self) -> bool:
+        return not self._cache.is_allocated
 
     def sleep(self) -> None:
         self._cache.release()
         self._clear_graphs()
 
     def wake(self) -> None:
-        if not self._cache.is_allocated:
+        if self.is_asleep:
             self._cache.allocate()
 
     def _clear_graphs(self) -> None:
         if self._paged is not None:
             self._paged.clear_graphs()
 
-    @torch.no_grad()
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        source: RequestSource | None = None,
-        on_finished: Callable[[int, Completion], None] | None = None,
-        on_step: Callable[[], None] | None = None,
-        should_abort: Callable[[], bool] | None = None,
-    ) -> list[Completion]:
-        if not self._cache.is_allocated:
-            raise RuntimeError("the engine is asleep; call wake() before generate()")
-        generation = self._begin(sampling, seed, step, has_source=source is not None, on_finished=on_finished)
-        self._generating = True
-        try:
-            return completed(generation, requests, source, on_step, should_abort)
-        finally:
-            self._generating = False
+
+def native_engine(
+    groups: RoleGroups,
+    shape: ModelShape,
+    cfg: EngineConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    *,
+    ranks_on_node: int,
+    enable_prefix_caching: bool = True,
+    exact: bool = False,
+    quantization: str | None = None,
+    cache_dtype: torch.dtype | None = None,
+) -> NativeEngine:
+    """A native engine with the sizes of a role's config section. max_model_len: tokens of prompt and response."""
+    device, tp = platform.device(), groups.layout.tp
+    return NativeEngine(
+        shape,
+        groups.tp if tp > 1 else None,
+        groups.coord.tp,
+        tp,
+        dtype,
+        max_num_seqs=cfg.max_num_seqs,
+        max_num_batched_tokens=cfg.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv_cache_bytes=cache_bytes(cfg, shape, tp, cache_dtype or dtype, max_model_len, ranks_on_node),
+        enable_prefix_caching=enable_prefix_caching,
+        enforce_eager=cfg.enforce_eager,
+        exact=exact,
+        quantization=quantization,
+        cache_dtype=cache_dtype,
+        device=device,
+    )
+
+
+def cache_bytes(
+    cfg: EngineConfig, shape: ModelShape, tp: int, dtype: torch.dtype, max_model_len: int, ranks_on_node: int
+) -> int:
+    """Return the bytes of a rank's KV cache: those of the config, or a share of the free memory, at most what the
+    sequences can use."""
+    if cfg.kv_cache_gib is not None:
+        return int(cfg.kv_cache_gib * 2**30)
+    share = int(accelerator.free_bytes(platform.device(), ranks_on_node) * cfg.gpu_memory_utilization)
+    return min(share, max_kv_bytes(shape, tp, dtype.itemsize, cfg.max_num_seqs, max_model_len))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hpcrl.model.blocks.attention_modules import CachedAttention
+from hpcrl.model.vision import Vision
 from hpcrl.rollout.engines.native.attention import (
     ContinuedAttention,
     DecodeAttention,
@@ -19,15 +20,61 @@ from hpcrl.rollout.engines.native.attention import (
     PrefillAttention,
     padded_tokens,
 )
-from hpcrl.rollout.engines.native.decoder import Decoder
+from hpcrl.rollout.engines.native.decoder import Decoder, TokenFeatures
 from hpcrl.rollout.engines.native.kept_prefixes import KeptPrefixes
 from hpcrl.rollout.engines.native.kv_cache import KVCache, Moves
-from hpcrl.rollout.engines.native.prefill_tokens import PrefillTokens
 from hpcrl.rollout.engines.native.row_cache import RowCache
 from hpcrl.rollout.engines.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
-from hpcrl.rollout.protocol import Completion, Prefill, Request, SamplingParams
+from hpcrl.rollout.protocol import Completion, OnFinished, Prefill, Request, SamplingParams
 from hpcrl.rollout.sampling import request_key, sample_sharded
 from hpcrl.runtime.accelerator import annotated
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillTokens:
+    """Tokens to prefill. ids: int32 (n,). rope_positions: int64 (3, n), if any sequence has pictures. rows: int64 (F,),
+    their placeholder tokens, ascending; features: fp32 (F, width)."""
+
+    ids: np.ndarray
+    rope_positions: np.ndarray | None = None
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    features: torch.Tensor | None = None
+    hidden_size: int = 0
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], starts: np.ndarray, vision: Vision | None) -> PrefillTokens:
+        """The tokens of each sequence from its start on, int64 (sequences,), but the last."""
+        pairs = list(zip(sequences, starts.tolist(), strict=True))
+        ids = np.concatenate([sequence.token_ids()[start:-1] for sequence, start in pairs])
+        if vision is None or not any(sequence.pictures for sequence in sequences):
+            return cls(ids)
+        positions = [sequence.rope_positions(vision)[:, start:-1] for sequence, start in pairs]
+        rows, features, first = [], [], 0
+        for sequence, start in pairs:
+            for picture in sequence.pictures:
+                places = picture.place.start - start + np.arange(len(picture.features))
+                rows.append(first + places[places >= 0])
+                features.append(picture.features[len(places) - len(rows[-1]) :])
+            first += sequence.num_to_cache - start
+        all_rows = np.concatenate(rows)
+        return cls(ids, np.concatenate(positions, axis=1), all_rows, torch.cat(features), vision.hidden_size)
+
+    def part(self, start: int, num: int) -> PrefillTokens:
+        """The tokens [start, start + num)."""
+        ids = self.ids[start : start + num]
+        if self.rope_positions is None or self.features is None:
+            return PrefillTokens(ids)
+        first, last = np.searchsorted(self.rows, (start, start + num))
+        positions, rows = self.rope_positions[:, start : start + num], self.rows[first:last] - start
+        return PrefillTokens(ids, positions, rows, self.features[first:last], self.hidden_size)
+
+    def token_features(self, dtype: torch.dtype, device: torch.device) -> TokenFeatures | None:
+        """The features by layer, on `device`."""
+        if self.features is None or not len(self.rows):
+            return None
+        values = self.features.to(device, dtype).split(self.hidden_size, dim=1)
+        return TokenFeatures(torch.from_numpy(self.rows).to(device), values)
+
 
 # Rows are sorted when their padded tokens exceed those of sorted rows by this factor.
 MAX_PADDING = 1.25
@@ -45,12 +92,12 @@ class GenerateCall:
     sampling: SamplingParams
     seed: int
     trainer_step: int
+    on_finished: OnFinished
+    has_source: bool  # requests may come that continue those that have finished
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     enable_prefix_caching: bool
-    has_source: bool  # requests may come that continue those that have finished
-    on_finished: Callable[[int, Completion], None] | None
     completions: dict[int, Completion] = field(default_factory=dict, init=False)
     _num_requests: int = field(default=0, init=False)
     # Of contexts that further sequences wait for: what the layers with windows and states have after it, by group.
@@ -153,7 +200,7 @@ class GenerateCall:
         else:
             limit = self.max_num_batched_tokens
             experts_of = [
-                self._fill(some := tokens.part(first, limit), rows, starts + first, np.array([len(some.ids)]))
+                self._fill(chunk := tokens.part(first, limit), rows, starts + first, np.array([len(chunk.ids)]))
                 for first in range(0, len(tokens.ids), limit)
             ]
             experts = np.concatenate(experts_of)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpcrl.kernels.fp8_matrix import rounded
 from hpcrl.model.blocks.block import CachedHeads
-from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.engine import CacheLayout
 
 FREE = -1
 

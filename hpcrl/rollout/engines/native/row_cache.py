@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcrl.kernels.fp8_matrix import rounded
 from hpcrl.model.blocks.block import CachedHeads
-from hpcrl.rollout.engines.cache_layout import CacheLayout
+from hpcrl.rollout.engines.engine import CacheLayout
 from hpcrl.rollout.engines.native.kv_cache import BlockBudget, LayeredCache, Moves, Plane, copy_parts
 from hpcrl.runtime.exits import InputError
 

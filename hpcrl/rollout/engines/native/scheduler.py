@@ -247,14 +247,14 @@ class RunningBatch:
         """Remove `rows` and fill their places with the last ones. Return their sequences, and the moved rows."""
         self._flush(rows)
         sequences = list(self.sequences[rows])
-        left = self.num_rows - len(rows)
+        num_left = self.num_rows - len(rows)
         stays = np.ones(self.num_rows, bool)
         stays[rows] = False
-        moves = Moves(left + np.flatnonzero(stays[left:]), np.flatnonzero(~stays[:left]))
+        moves = Moves(num_left + np.flatnonzero(stays[num_left:]), np.flatnonzero(~stays[:num_left]))
         for column in self._columns:
             column[moves.targets] = column[moves.sources]
-        self.sequences[left : self.num_rows] = None
-        self.num_rows = left
+        self.sequences[num_left : self.num_rows] = None
+        self.num_rows = num_left
         return sequences, moves
 
     def reorder(self, order: np.ndarray) -> None:

@@ -18,8 +18,7 @@ import numpy as np
 from hpcrl.config.schema import Config
 from hpcrl.model.families.config_json import CONFIG, read_shape
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.engines.tensorrt_llm.cache_layout import TOKENS_PER_BLOCK, kv_bytes_per_token
-from hpcrl.rollout.engines.tensorrt_llm.declaration import TOP_K, TensorRTLLM
+from hpcrl.rollout.engines.tensorrt_llm.declaration import TOKENS_PER_BLOCK, TOP_K, TensorRTLLM, kv_bytes_per_token
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 
@@ -188,11 +187,11 @@ def check_architecture(folder: Path, shape: ModelShape) -> None:
 
     The engine builds its own model from that file, and a refit detects only differences that change a shape.
     """
-    found = read_shape(folder)
+    in_folder = read_shape(folder)
     for key, field in ARCHITECTURE.items():
-        found_value, trained_value = getattr(found, field), getattr(shape, field)
+        found_value, trained_value = getattr(in_folder, field), getattr(shape, field)
         if found_value != trained_value:
             raise InputError(
                 f"{folder / CONFIG} has {key}={found_value}, but the trained model has {trained_value}; make them equal"
             )
-    shape.check_windows(found, str(folder / CONFIG))
+    shape.check_windows(in_folder, str(folder / CONFIG))

@@ -30,7 +30,7 @@ from hpcrl.rollout.engines.tensorrt_llm.arguments import (
 )
 from hpcrl.rollout.engines.tensorrt_llm.declaration import TensorRTLLM
 from hpcrl.rollout.engines.tensorrt_llm.worker import TrtllmWorker, buffers
-from hpcrl.rollout.protocol import Completion, Request, SamplingParams, completed
+from hpcrl.rollout.protocol import Completion, EngineOfCalls, OnFinished, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class GenerateCall:
     max_in_flight: int
     max_model_len: int
     vocab_size: int
-    on_finished: Callable[[int, Completion], None] | None = None
+    on_finished: OnFinished = None
     completions: dict[int, Completion] = field(default_factory=dict, init=False)
     _requests: list[Request] = field(default_factory=list, init=False)
     _inputs: list[list[int]] = field(default_factory=list, init=False)
@@ -130,7 +130,7 @@ class GenerateCall:
             self.completions.setdefault(index, not_started)
 
 
-class TrtllmEngine:
+class TrtllmEngine(EngineOfCalls):
     """One rank of a replica; a `RolloutEngine`.
 
     Weights stay on the GPU; sleep frees the KV cache if `can_sleep`. A pause must be shorter than some minutes, because
@@ -175,15 +175,13 @@ class TrtllmEngine:
             yield
             self._worker.reset_prefix_cache()
 
-    def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int, step: int, **callbacks: Any
-    ) -> list[Completion]:
-        if self._asleep:
-            raise RuntimeError("the engine is asleep; call wake() before generate()")
+    @property
+    def is_asleep(self) -> bool:
+        return self._asleep
+
+    def _begin(self, sampling: SamplingParams, seed: int, step: int, on_finished: OnFinished, _: bool) -> GenerateCall:
         server = self._worker if self._is_first else None
-        options = {"on_finished": callbacks.pop("on_finished", None), **self._limits}
-        generation = GenerateCall(server, self._share, sampling, seed, step, **options)
-        return completed(generation, requests, **callbacks)
+        return GenerateCall(server, self._share, sampling, seed, step, on_finished=on_finished, **self._limits)
 
     def sleep(self) -> None:
         if not self._can_sleep or self._asleep:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcrl.machine.check import Finding, gpu, package, torch
-from hpcrl.rollout.engines.tensorrt_llm import start
+from hpcrl.rollout.engines.tensorrt_llm import declaration
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import abort
 
@@ -94,21 +94,21 @@ def wrong_version(load: Import) -> str | None:
 def problem(expected: Expected, load: Import) -> str | None:
     """Return None if the call would be accepted, else the reason."""
     try:
-        found = load(expected.module)
+        target = load(expected.module)
         for part in expected.attribute.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except ImportError as error:
         return f"cannot be imported: {error}"
     except AttributeError:
         return "does not exist"
-    fields = getattr(found, "model_fields", None)
+    fields = getattr(target, "model_fields", None)
     if fields is not None:
         missing = [name for name in expected.keywords if name not in fields]
         return f"has no field {', '.join(missing)}" if missing else None
     try:
-        inspect.signature(found).bind(*[None] * expected.num_positional, **dict.fromkeys(expected.keywords))
+        inspect.signature(target).bind(*[None] * expected.num_positional, **dict.fromkeys(expected.keywords))
     except TypeError as error:
-        return f"takes {inspect.signature(found)}: {error}"
+        return f"takes {inspect.signature(target)}: {error}"
     except ValueError:  # compiled code without a signature
         return None
     return None
@@ -130,7 +130,7 @@ def findings(comm: MPI.Intracomm) -> list[Finding]:
     """Compare the installed package. Collective over all ranks, which import tensorrt_llm if MPI allows it."""
     found = [torch(), _gpu(), package("tensorrt_llm")]
     try:
-        start.import_on_all_ranks(comm)
+        declaration.import_on_all_ranks(comm)
     except InputError as error:
         if not error.everywhere:  # other ranks may wait in the import
             abort(error, rank=comm.rank, role="check", phase="import")

@@ -31,20 +31,20 @@ def buffers(named: Iterable[tuple[str, Tensor]], expected: Sequence[Shard], tp_r
     Raises RuntimeError if one is missing, has another shape, or is not in the plan and would keep its random initial
     values. Parameters that are neither weight nor bias are constants.
     """
-    found = {name: parameter.detach() for name, parameter in named}
+    tensors = {name: parameter.detach() for name, parameter in named}
     planned = {shard.local_name: shard for shard in expected}
-    missing = [name for name in planned if name not in found]
-    surplus = [name for name in found if name not in planned and name.endswith((".weight", ".bias"))]
+    missing = [name for name in planned if name not in tensors]
+    surplus = [name for name in tensors if name not in planned and name.endswith((".weight", ".bias"))]
     differ = [
-        f"{name} {tuple(found[name].shape)}, {shard.local_shape} expected"
+        f"{name} {tuple(tensors[name].shape)}, {shard.local_shape} expected"
         for name, shard in planned.items()
-        if name in found and tuple(found[name].shape) != shard.local_shape
+        if name in tensors and tuple(tensors[name].shape) != shard.local_shape
     ]
     if missing or surplus or differ:
         parts = (("missing", missing), ("unknown", surplus), ("of another shape", differ))
         listed = "; ".join(f"{len(names)} {what}, such as {names[0]}" for what, names in parts if names)
         raise RuntimeError(f"TensorRT-LLM's parameters differ from the refit plan on TP rank {tp_rank}: {listed}")
-    return {name: found[name] for name in planned}
+    return {name: tensors[name] for name in planned}
 
 
 KV_CACHE = "kv_cache"  # tag of the cache's memory; memory of other tags would be copied to the host and back

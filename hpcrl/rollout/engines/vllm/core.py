@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.rollout.keyed_sampler import Drawn, KeyedSampler
+from hpcrl.rollout.sampling import Drawn, KeyedSampler
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -267,12 +267,12 @@ def _group_maker(place: Place, device: torch.device) -> Callable[..., None]:
 
     def start(vllm_config: Any, *_: Any, **__: Any) -> None:
         with patch.object(dist, "new_group", lambda ranks, **_: groups[tuple(ranks)]):
-            made = {"_WORLD": group("world", place.ranks, communicates=False), "_TP": group("tp", place.ranks)}
-            made |= {f"_{name}": group(name.lower(), (place.rank,)) for name in ("PP", "DP", "PCP", "DCP")}
-            made |= {"_ETP": made["_TP"], "_NODE_COUNT": 1}
+            state = {"_WORLD": group("world", place.ranks, communicates=False), "_TP": group("tp", place.ranks)}
+            state |= {f"_{name}": group(name.lower(), (place.rank,)) for name in ("PP", "DP", "PCP", "DCP")}
+            state |= {"_ETP": state["_TP"], "_NODE_COUNT": 1}
             if vllm_config.model_config.is_moe:
-                made["_EP"] = group("ep", place.ranks)
-        for name, value in made.items():
+                state["_EP"] = group("ep", place.ranks)
+        for name, value in state.items():
             setattr(parallel_state, name, value)
 
     return start

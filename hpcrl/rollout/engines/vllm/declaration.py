@@ -67,15 +67,15 @@ def package_version() -> tuple[int, ...] | None:
 
 def check_package() -> None:
     """Raise InputError if there is no vLLM that this package works with."""
-    found = package_version()
-    if found is None:
+    parts = package_version()
+    if parts is None:
         raise InputError(
             "rollout.engine=vllm, and vLLM is not installed here; make an environment with tools/vllm_environment.sh, "
             "or use rollout.engine=native"
         )
-    if found < OLDEST:
+    if parts < OLDEST:
         raise InputError(
-            f"rollout.engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer, and {'.'.join(map(str, found))} is "
+            f"rollout.engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer, and {'.'.join(map(str, parts))} is "
             "installed; use a newer one, or rollout.engine=native"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,11 +12,18 @@ from torch import Tensor
 
 from hpcrl.model.build import DTYPES
 from hpcrl.model.families.config_json import hf_config
-from hpcrl.rollout.engines.cache_layout import BLOCK_SIZE, CacheLayout
-from hpcrl.rollout.engines.native.build import cache_bytes
+from hpcrl.rollout.engines.engine import BLOCK_SIZE, CacheLayout
+from hpcrl.rollout.engines.native.engine import cache_bytes
 from hpcrl.rollout.engines.vllm.core import EngineCore, Place
-from hpcrl.rollout.keyed_sampler import Drawn, KeyedSampler
-from hpcrl.rollout.protocol import Completion, FinishReason, Request, RequestSource, SamplingParams, completed
+from hpcrl.rollout.protocol import (
+    Completion,
+    EngineOfCalls,
+    FinishReason,
+    OnFinished,
+    Request,
+    SamplingParams,
+)
+from hpcrl.rollout.sampling import Drawn, KeyedSampler
 from hpcrl.runtime import platform
 
 if TYPE_CHECKING:
@@ -35,7 +42,7 @@ class VllmCall:
     seed: int
     max_model_len: int
     vocab_size: int
-    on_finished: Callable[[int, Completion], None] | None
+    on_finished: OnFinished
     completions: dict[int, Completion] = field(default_factory=dict, init=False)
     _open: dict[str, tuple[int, Drawn]] = field(default_factory=dict, init=False)  # by vLLM's name of the request
 
@@ -69,7 +76,7 @@ class VllmCall:
         return index
 
 
-class VllmEngine:
+class VllmEngine(EngineOfCalls):
     """One rank of a replica. The ranks schedule alike, because they have the same requests and draw the same tokens.
 
     weights: vLLM's parameters, by their names in the refit's plan. vocab_size: ids that have a probability.
@@ -78,7 +85,6 @@ class VllmEngine:
     def __init__(self, core: EngineCore, weights: Mapping[str, Tensor], *, max_model_len: int, vocab_size: int) -> None:
         self._core, self._max_model_len, self._vocab_size = core, max_model_len, vocab_size
         self._weights = dict(weights)
-        self._generating = False
         self._asleep: list[tuple[torch.UntypedStorage, int]] | None = None  # of the KV cache, with its bytes
 
     def weights(self) -> dict[str, Tensor]:
@@ -87,35 +93,19 @@ class VllmEngine:
     def adopt(self, name: str, tensor: Tensor) -> None:
         raise NotImplementedError(f"{name}: vLLM keeps its own weights; set rollout.checkpoint_engine.alias=false")
 
+    @property
+    def is_asleep(self) -> bool:
+        return self._asleep is not None
+
     @contextmanager
     def updating_weights(self) -> Iterator[None]:
-        if self._generating:
-            raise RuntimeError("weights cannot be updated while a generation is in progress; abort it first")
-        yield
+        with super().updating_weights():
+            yield
         self._core.reset_prefix_cache()
 
-    @torch.no_grad()
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        source: RequestSource | None = None,
-        on_finished: Callable[[int, Completion], None] | None = None,
-        on_step: Callable[[], None] | None = None,
-        should_abort: Callable[[], bool] | None = None,
-    ) -> list[Completion]:
-        if self._asleep is not None:
-            raise RuntimeError("the engine is asleep; call wake() before generate()")
+    def _begin(self, sampling: SamplingParams, seed: int, step: int, on_finished: OnFinished, _: bool) -> VllmCall:
         self._core.sampler = KeyedSampler(self._vocab_size, sampling, step)
-        call = VllmCall(self._core, sampling, seed, self._max_model_len, self._vocab_size, on_finished)
-        self._generating = True
-        try:
-            return completed(call, requests, source, on_step, should_abort)
-        finally:
-            self._generating = False
+        return VllmCall(self._core, sampling, seed, self._max_model_len, self._vocab_size, on_finished)
 
     def sleep(self) -> None:
         """Free the KV cache. vLLM's layers keep their tensors, whose memory comes back in `wake`."""

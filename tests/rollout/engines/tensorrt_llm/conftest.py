@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hpcrl.rollout.engines.tensorrt_llm import start
+from hpcrl.rollout.engines.tensorrt_llm import declaration
 from tests.rollout.engines.tensorrt_llm.standins import StandIn
 
 
@@ -26,7 +26,7 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, torch.Tensor
             monkeypatch.setattr(torch.cuda, name, note(name))
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.8, raising=False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-        monkeypatch.setattr(start, "missing_package", lambda: None)
+        monkeypatch.setattr(declaration, "missing_package", lambda: None)
         return made
 
     return install
