@@ -68,7 +68,7 @@ class Comparison:
             "levels": [
                 {
                     **_named(level),
-                    "metrics": {name: _plain(found) for name, found in level.estimates.items()},
+                    "metrics": {name: _plain(estimate) for name, estimate in level.estimates.items()},
                     "response_length": level.length,
                     "truncated": level.truncated,
                 }
@@ -78,7 +78,7 @@ class Comparison:
                 {
                     **_named(change),
                     "baseline": self.evaluations[0].name,
-                    "metrics": {name: _plain(found) for name, found in change.differences.items()},
+                    "metrics": {name: _plain(estimate) for name, estimate in change.differences.items()},
                 }
                 for change in self.changes
             ],
@@ -128,10 +128,10 @@ def _by_group(evaluation: Evaluation) -> dict[tuple[Way, str], dict[Key, Problem
 
 def _levels(evaluation: Evaluation) -> Iterator[Level]:
     for (way, source), problems in _by_group(evaluation).items():
-        found = list(problems.values())
-        estimates = {name: mean_over_problems(values) for name, values in _metrics(evaluation, found).items()}
-        lengths = float(np.mean([problem.lengths for problem in found]))
-        truncated = sum(problem.truncated for problem in found) / (len(found) * way.n)
+        members = list(problems.values())
+        estimates = {name: mean_over_problems(values) for name, values in _metrics(evaluation, members).items()}
+        lengths = float(np.mean([problem.lengths for problem in members]))
+        truncated = sum(problem.truncated for problem in members) / (len(members) * way.n)
         yield Level(evaluation.name, source, way, estimates, lengths, truncated)
 
 
@@ -141,11 +141,11 @@ def _metrics(evaluation: Evaluation, problems: Sequence[Problem]) -> dict[str, n
     if any(problem.variable != variable for problem in problems):
         raise InputError(f"{evaluation.path}: {problems[0].source} has both acc and reward; evaluate again")
     values = np.array([problem.values for problem in problems], np.float64)
-    found = {variable: values.mean(axis=1)}
+    metrics = {variable: values.mean(axis=1)}
     if np.isin(values, (0, 1)).all():
         num_right = values.sum(axis=1).astype(np.int64)
-        found |= {f"pass@{k}": pass_at_k(num_right, way.n, k) for k in ks_of(way.n) if k > 1}
-    return found
+        metrics |= {f"pass@{k}": pass_at_k(num_right, way.n, k) for k in ks_of(way.n) if k > 1}
+    return metrics
 
 
 def _changes(first: Evaluation, other: Evaluation) -> Iterator[Change]:
@@ -233,14 +233,14 @@ def _named(row: Level | Change) -> dict[str, Any]:
     return {"name": row.name, "data_source": row.source, "way": row.way._asdict()}
 
 
-def _plain(found: Estimate) -> dict[str, Any]:
-    low, high = found.interval
+def _plain(estimate: Estimate) -> dict[str, Any]:
+    low, high = estimate.interval
     row: dict[str, Any] = {
-        "mean": found.mean,
-        "standard_error": None if math.isnan(found.standard_error) else found.standard_error,
+        "mean": estimate.mean,
+        "standard_error": None if math.isnan(estimate.standard_error) else estimate.standard_error,
         "interval": None if math.isnan(low) else [low, high],
-        "num_problems": found.num_problems,
+        "num_problems": estimate.num_problems,
     }
-    if isinstance(found, Difference):
-        row |= {"wins": found.wins, "losses": found.losses, "ties": found.ties}
+    if isinstance(estimate, Difference):
+        row |= {"wins": estimate.wins, "losses": estimate.losses, "ties": estimate.ties}
     return row

@@ -57,9 +57,9 @@ def paired_difference(first: np.ndarray, second: np.ndarray) -> Difference:
     cancels, so the standard error is usually smaller than that of two separate means.
     """
     change = second - first
-    found = mean_over_problems(change)
+    estimate = mean_over_problems(change)
     wins, losses = int(np.sum(change > 0)), int(np.sum(change < 0))
-    return Difference(found.mean, found.standard_error, found.num_problems, wins, losses)
+    return Difference(estimate.mean, estimate.standard_error, estimate.num_problems, wins, losses)
 
 
 def pass_at_k(num_right: np.ndarray, n: int, k: int) -> np.ndarray:

@@ -30,8 +30,8 @@ def read_stragglers(run: Path) -> Iterator[Straggler]:
         return
     for line in text.split("\n"):
         try:
-            found = parse_json(line)
-            step, rank, ratio = int(found["step"]), int(found["rank"]), float(found["ratio"])
-            yield Straggler(step, rank, str(found["node"]), str(found["phase"]), ratio)
+            record = parse_json(line)
+            step, rank, ratio = int(record["step"]), int(record["rank"]), float(record["ratio"])
+            yield Straggler(step, rank, str(record["node"]), str(record["phase"]), ratio)
         except (ValueError, KeyError, TypeError):
             continue  # the last line of a run that continues may be torn

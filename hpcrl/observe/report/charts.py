@@ -100,16 +100,16 @@ def group_seeds(runs: Sequence[RecordedRun], by_name: bool = False) -> list[tupl
         config = {key: str(value) for key, value in run.config.items() if key not in NAMING}
         key = without_seed_number(run.name) if by_name or not config else frozenset(config.items())
         groups.setdefault(key, []).append(index)
-    names = [runs[found[0]].name if len(found) == 1 else _shared(runs, found) for found in groups.values()]
+    names = [runs[members[0]].name if len(members) == 1 else _shared(runs, members) for members in groups.values()]
     return [
-        (name if names.count(name) == 1 else runs[found[0]].name, found)
-        for name, found in zip(names, groups.values(), strict=True)
+        (name if names.count(name) == 1 else runs[members[0]].name, members)
+        for name, members in zip(names, groups.values(), strict=True)
     ]
 
 
-def _shared(runs: Sequence[RecordedRun], found: Sequence[int]) -> str:
-    stems = list(dict.fromkeys(without_seed_number(runs[index].name) for index in found))
-    return f"{' + '.join(stems[:3])} ({len(found)} seeds)"
+def _shared(runs: Sequence[RecordedRun], members: Sequence[int]) -> str:
+    stems = list(dict.fromkeys(without_seed_number(runs[index].name) for index in members))
+    return f"{' + '.join(stems[:3])} ({len(members)} seeds)"
 
 
 def points_of(count: int) -> int:
@@ -120,7 +120,7 @@ def points_of(count: int) -> int:
 def panels_of(logs: Sequence[RunLog]) -> list[dict[str, Any]]:
     """The panels for which one of the runs has values."""
     tags = sorted({tag for log in logs for tag in log.tags()})
-    found = []
+    panels = []
     for panel in PANELS:
         matches = [[tag for tag in tags if re.fullmatch(pattern, tag)] for pattern in panel.keys]
         if panel.any_of:
@@ -134,8 +134,8 @@ def panels_of(logs: Sequence[RunLog]) -> list[dict[str, Any]]:
                 "keys": keys[:MOST_KEYS],
             }
             shown |= {"anchor": anchor(panel.title), "is_flat": is_flat(logs, keys[:MOST_KEYS])}
-            found.append(shown | {"left_out": keys[MOST_KEYS:]})
-    return found
+            panels.append(shown | {"left_out": keys[MOST_KEYS:]})
+    return panels
 
 
 def is_flat(logs: Sequence[RunLog], keys: Sequence[str]) -> bool:
@@ -164,7 +164,7 @@ def _curve(name: str, members: list[int], logs: Sequence[RunLog], keys: Sequence
     steps = [step for step, row in log.rows.items() if row]
     chosen = [steps[index] for index in evenly_spaced(len(steps), points)]
     values = {key: [number(log.rows[step].get(key)) for step in chosen] for key in keys}
-    values = {key: found for key, found in values.items() if any(value is not None for value in found)}
+    values = {key: series for key, series in values.items() if any(value is not None for value in series)}
     curve: dict[str, Any] = {"name": name, "runs": members, "steps": chosen, "num_steps": len(steps), "values": values}
     if isinstance(log, SeedMean):
         curve["band"] = {key: [number(log.deviations[step].get(key)) for step in chosen] for key in values}
@@ -214,7 +214,7 @@ def busy_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
         name: {end: [number(log.rows[step].get(f"{prefix}{name}/{end}")) for step in chosen] for end in ends}
         for name in names
     }
-    totals = {name: sum(value or 0 for value in found["max"]) for name, found in phases.items()}
+    totals = {name: sum(value or 0 for value in ends_of["max"]) for name, ends_of in phases.items()}
     ordered = sorted(phases, key=lambda name: -totals[name])
     return {"steps": chosen, "phases": {name: phases[name] for name in ordered}}
 
@@ -240,17 +240,17 @@ def rank_times(run: Path, slow: Sequence[int], notes: list[str]) -> list[RankTim
     chosen = {ranks[index] for index in evenly_spaced(len(ranks), MOST_RANKS)} | (set(slow) & set(ranks))
     if len(chosen) < len(ranks):
         notes.append(f"busy time: {len(chosen)} of {len(ranks)} ranks are shown")
-    found: list[RankTimes] = []
-    left = MOST_TRACE_BYTES
+    of_ranks: list[RankTimes] = []
+    bytes_to_read = MOST_TRACE_BYTES
     for rank in sorted(chosen, key=lambda rank: (rank not in slow, rank)):
-        left -= paths[rank].lstat().st_size
-        if left < 0:
-            notes.append(f"busy time: traces of {len(chosen) - len(found)} ranks are not read, which are too large")
+        bytes_to_read -= paths[rank].lstat().st_size
+        if bytes_to_read < 0:
+            notes.append(f"busy time: traces of {len(chosen) - len(of_ranks)} ranks are not read, which are too large")
             break
         times = _read_rank(rank, paths[rank], run, notes)
         if times.busy:
-            found.append(times)
-    return sorted(found, key=lambda times: times.rank)
+            of_ranks.append(times)
+    return sorted(of_ranks, key=lambda times: times.rank)
 
 
 def _read_rank(rank: int, path: Path, run: Path, notes: list[str]) -> RankTimes:

@@ -58,23 +58,23 @@ def plot_comparison(comparison: Comparison) -> Figure:
 
 
 def _points(rows: Sequence[Level] | Sequence[Change], way: object) -> list[Point]:
-    found = []
+    points = []
     for row in rows:
         if row.way == way:
             values = row.estimates if isinstance(row, Level) else row.differences
-            found += [(_label(f"{row.source} {metric}"), _label(row.name), value) for metric, value in values.items()]
-    return found
+            points += [(_label(f"{row.source} {metric}"), _label(row.name), value) for metric, value in values.items()]
+    return points
 
 
 def _forest(axes: Axes, points: Sequence[Point], names: Sequence[str], title: str) -> None:
     """Values with horizontal bars, one below the other, those of a data source and metric close together."""
     labels = list(dict.fromkeys(label for label, _, _ in points))
-    for label, name, found in points:
+    for label, name, estimate in points:
         index = names.index(name)
         place = labels.index(label) + (index - (len(names) - 1) / 2) * 0.7 / len(names)
-        low, high = found.interval
+        low, high = estimate.interval
         axes.plot([low, high], [place, place], color=_colour(index), lw=1.6)
-        axes.plot([found.mean], [place], color=_colour(index), marker="o", ms=5)
+        axes.plot([estimate.mean], [place], color=_colour(index), marker="o", ms=5)
     axes.set_yticks(range(len(labels)), labels, parse_math=False)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_title(title, fontsize=10, loc="left", parse_math=False)

@@ -46,9 +46,9 @@ def level_table(comparison: Comparison, way: Way) -> Table:
     metrics = list(dict.fromkeys(name for level in levels for name in level.estimates))
     table = [["data source", "run", "problems", *metrics, "tokens", "truncated"]]
     for level in levels:
-        found = [level.estimates.get(name) for name in metrics]
+        estimates = [level.estimates.get(name) for name in metrics]
         count = next(iter(level.estimates.values())).num_problems
-        cells = ["-" if one is None else with_error(one) for one in found]
+        cells = ["-" if one is None else with_error(one) for one in estimates]
         table.append([level.source, level.name, str(count), *cells, f"{level.length:.1f}", f"{level.truncated:.1%}"])
     return table
 
@@ -60,19 +60,19 @@ def difference_table(comparison: Comparison, way: Way) -> Table:
     changes.sort(key=lambda change: sources.index(change.source))
     table = [["data source", "run", "metric", "problems", "difference", "95% interval", "wins", "losses", "ties"]]
     for change in changes:
-        for name, found in change.differences.items():
-            counts = [str(count) for count in (found.wins, found.losses, found.ties)]
-            cells = [str(found.num_problems), with_error(found), interval(found), *counts]
+        for name, difference in change.differences.items():
+            counts = [str(count) for count in (difference.wins, difference.losses, difference.ties)]
+            cells = [str(difference.num_problems), with_error(difference), interval(difference), *counts]
             table.append([change.source, change.name, name, *cells])
     return table
 
 
-def with_error(found: Estimate) -> str:
-    sign = "+" if isinstance(found, Difference) else ""
-    error = "" if math.isnan(found.standard_error) else f" +- {found.standard_error:.3f}"
-    return f"{found.mean:{sign}.3f}{error}"
+def with_error(estimate: Estimate) -> str:
+    sign = "+" if isinstance(estimate, Difference) else ""
+    error = "" if math.isnan(estimate.standard_error) else f" +- {estimate.standard_error:.3f}"
+    return f"{estimate.mean:{sign}.3f}{error}"
 
 
-def interval(found: Estimate) -> str:
-    low, high = found.interval
+def interval(estimate: Estimate) -> str:
+    low, high = estimate.interval
     return "-" if math.isnan(low) else f"[{low:+.3f}, {high:+.3f}]"

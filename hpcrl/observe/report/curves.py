@@ -209,15 +209,15 @@ def _phases_of_one_run(axes: Axes, runs: list[RunLog]) -> None:
 
 def _phases_of_several_runs(axes: Axes, runs: list[RunLog]) -> None:
     phases = _phases(runs)
-    left = [0.0] * len(runs)
+    starts = [0.0] * len(runs)
     means = []
     for run in runs:
         steps, seconds = _seconds(run, phases)
         means.append([sum(values) / max(len(steps), 1) for values in seconds])
     for i, phase in enumerate(phases):
         widths = [of_run[i] for of_run in means]
-        axes.barh(range(len(runs)), widths, left=left, color=PHASE_COLOURS[i], label=phase, height=0.6)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.barh(range(len(runs)), widths, left=starts, color=PHASE_COLOURS[i], label=phase, height=0.6)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
     _decorate(axes, "mean seconds per phase")
     axes.set_xlabel("seconds per step", fontsize=9)
     axes.set_yticks(range(len(runs)), ["" for _ in runs])

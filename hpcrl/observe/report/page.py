@@ -232,14 +232,14 @@ def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> li
     """Write the page of the runs; returns those that it shows. Raises InputError, one line."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out}: expected a file in a folder that exists")
-    found = _with_steps(read_recorded_runs(runs))
-    page = render(page_data(found, by_name=by_name), f"{', '.join(run.name for run in found)[:100]} - hpcrl report")
+    shown = _with_steps(read_recorded_runs(runs))
+    page = render(page_data(shown, by_name=by_name), f"{', '.join(run.name for run in shown)[:100]} - hpcrl report")
     try:
         with draft_of(out, mode=0o600) as draft:  # for the owner only, as the run's folder
             draft.write_bytes(page)
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written: {error.strerror}") from None
-    return found
+    return shown
 
 
 def _with_steps(runs: Sequence[RecordedRun]) -> list[RecordedRun]:

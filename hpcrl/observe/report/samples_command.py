@@ -81,12 +81,12 @@ def _count(text: str) -> int:
 
 def show(options: Namespace) -> None:
     as_json = options.json or options.tokens or not (options.text or sys.stdout.isatty())
-    found: Iterable[Any] = pairs(options) if options.diff else samples(options)
+    items: Iterable[Any] = pairs(options) if options.diff else samples(options)
     if options.limit is not None:
-        found = islice(found, options.limit)
+        items = islice(items, options.limit)
     if as_json:
         line_of = pair_line if options.diff else sample_line
-        for item in found:
+        for item in items:
             sys.stdout.write(line_of(item, options.tokens))
         sys.stdout.flush()
         return
@@ -94,7 +94,7 @@ def show(options: Namespace) -> None:
 
     view = SamplesView(options.color, cut=not options.full, names=(options.run, options.diff or ""))
     count = 0
-    for item in found:
+    for item in items:
         (view.show_pair if options.diff else view.show)(item)
         count += 1
     if not count:
@@ -159,12 +159,12 @@ def chosen_steps(steps: Sequence[int], text: str | None) -> list[int]:
         raise InputError(f"samples: --step {text}; expected a step, A:B, A:, :B, or all")
     one, first, last = match.groups()
     low, high = (int(one), int(one)) if one else (int(first or 0), int(last) if last else steps[-1])
-    found = [step for step in steps if low <= step <= high]
-    if not found:
+    chosen = [step for step in steps if low <= step <= high]
+    if not chosen:
         from hpcrl.runtime.launcher import format_spans
 
         raise InputError(f"samples: --step {text} is not archived; archived steps: {format_spans(list(steps))}")
-    return found
+    return chosen
 
 
 def may_have_uid(run: Path, step: int, uid: str) -> bool:
@@ -179,10 +179,10 @@ def may_have_uid(run: Path, step: int, uid: str) -> bool:
         if path.stat().st_size <= SMALL and uid.encode() not in read_bytes(path, run):
             with open_archive(path, run):  # OSError for a half-copied file
                 return False
-        found = read_samples(path, ("uid",), run)["uid"]
+        uids = read_samples(path, ("uid",), run)["uid"]
     except (ArchiveError, OSError):
         return True  # `open_step` reports it
-    return any(one.startswith(uid) and matches(one, uid) for one in map(str, found.tolist()))
+    return any(one.startswith(uid) and matches(one, uid) for one in map(str, uids.tolist()))
 
 
 def matches(found: str, uid: str) -> bool:
@@ -218,12 +218,12 @@ def pairs(options: Namespace) -> Iterator[PromptPair]:
         first, second = (open_step(run, step, only=len(steps) == 1) for run in runs)
         if first is None or second is None:
             continue
-        found = paired(first, second)
-        if (pair := next(found, None)) is None:
+        common_prompts = paired(first, second)
+        if (pair := next(common_prompts, None)) is None:
             log.warning("step %d: the runs have no prompt in common: other data files, or another order", step)
         else:
             yield pair
-            yield from found
+            yield from common_prompts
         if options.step is None:
             return
 

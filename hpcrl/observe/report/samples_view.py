@@ -45,8 +45,8 @@ def paired(first: StepArchive, second: StepArchive) -> Iterator[PromptPair]:
             break
     differences = {uid: _mean(second, groups[1][uid]) - _mean(first, groups[0][uid]) for uid in common}
     for uid in sorted(common, key=lambda uid: np.nan_to_num(differences[uid])):
-        left, right = [first.sample(row) for row in groups[0][uid]], [second.sample(row) for row in groups[1][uid]]
-        yield PromptPair(left[0].step, uid, left[0].data_source, left[0].prompt, (left, right))
+        samples, others = [first.sample(row) for row in groups[0][uid]], [second.sample(row) for row in groups[1][uid]]
+        yield PromptPair(samples[0].step, uid, samples[0].data_source, samples[0].prompt, (samples, others))
 
 
 def _mean(archive: StepArchive, rows: list[int]) -> float:

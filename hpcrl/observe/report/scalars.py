@@ -147,7 +147,7 @@ def layout(table: Table) -> str:
     for row in rows:
         cells = ["" if row[0] == above else row[0], *row[1:]]
         above = row[0]
-        padded = (c.ljust(w) if left else c.rjust(w) for c, w, left in zip(cells, widths, to_left, strict=True))
+        padded = (c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(cells, widths, to_left, strict=True))
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 

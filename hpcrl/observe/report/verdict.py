@@ -121,13 +121,13 @@ OBJECTIVES = (  # the first that has enough values
 
 def validation_of(log: RunLog) -> Objective | None:
     """The mean over the data sources, of each the metric of most samples; accuracy before rewards."""
-    matches = [found for found in (re.fullmatch(VALIDATION, tag) for tag in log.tags()) if found]
-    kind = "acc" if any(found[2] == "acc" for found in matches) else next((found[2] for found in matches), "")
+    matches = [match for match in (re.fullmatch(VALIDATION, tag) for tag in log.tags()) if match]
+    kind = "acc" if any(match[2] == "acc" for match in matches) else next((match[2] for match in matches), "")
     most: dict[str, re.Match[str]] = {}
-    for found in sorted(matches, key=lambda found: int(found[3])):
-        if found[2] == kind:
-            most[found[1]] = found
-    keys = [found[0] for found in most.values()]
+    for match in sorted(matches, key=lambda match: int(match[3])):
+        if match[2] == kind:
+            most[match[1]] = match
+    keys = [match[0] for match in most.values()]
     series = [(step, fmean(row[key] for key in keys)) for step, row in log.rows.items() if keys and _has(row, keys)]
     of = f" (mean of {len(keys)} sources)" if len(keys) > 1 else ""
     name = "validation accuracy" if kind == "acc" else "validation reward"
@@ -408,13 +408,13 @@ class Verdict(NamedTuple):
 
 def verdict_of(run: RecordedRun) -> Verdict:
     first = learning(run.log)
-    found = [finding for finding in (rule(run) for rule in RULES) if finding]
-    found.sort(key=lambda finding: finding.severity != "bad")
-    if not found:
-        found = [Finding("good", "Nothing else stands out.", "learning")] if first.severity == "good" else []
-    worst = next((finding for finding in (first, *found) if finding.severity == "bad" and finding.advice), None)
-    worst = worst or next((finding for finding in (*found, first) if finding.advice), None)
-    sentences = [first, *found[:1]]
+    findings = [finding for finding in (rule(run) for rule in RULES) if finding]
+    findings.sort(key=lambda finding: finding.severity != "bad")
+    if not findings:
+        findings = [Finding("good", "Nothing else stands out.", "learning")] if first.severity == "good" else []
+    worst = next((finding for finding in (first, *findings) if finding.severity == "bad" and finding.advice), None)
+    worst = worst or next((finding for finding in (*findings, first) if finding.advice), None)
+    sentences = [first, *findings[:1]]
     if worst:
         sentences.append(Finding("look", f"Look at {worst.advice}.", worst.anchor))
-    return Verdict(sentences, found[1:])
+    return Verdict(sentences, findings[1:])
