@@ -76,6 +76,13 @@ MODULES = {
     "model.sizes": "model.shape",
     "model.transformer_engine": "model.build",
     "model.vision_rules": "model.architecture",
+    "observe.read.estimates": "observe.read.comparison",
+    "observe.read.stragglers": "observe.read.logs",
+    "observe.report.comparison_plot": "observe.report.pictures",
+    "observe.report.comparison_table": "observe.report.tables",
+    "observe.report.curves": "observe.report.pictures",
+    "observe.report.scalars": "observe.report.tables",
+    "observe.report.summary": "observe.report.tables",
     "plan.command": "forecast.command",
     "plan.disk": "forecast.memory.state",
     "plan.dry_run": "forecast.dry_run",
@@ -132,13 +139,13 @@ MODULES = {
     "slurm.chain": "slurm.request",
     "slurm.overview": "slurm.status",
     "telemetry.agreement": "observe.read.agreement",
-    "telemetry.curves": "observe.report.curves",
+    "telemetry.curves": "observe.report.pictures",
     "telemetry.rank_logs": "observe.read.logs",
     "telemetry.runlog": "observe.read.runlog",
     "telemetry.samples": "observe.read.samples",
-    "telemetry.scalars": "observe.report.scalars",
+    "telemetry.scalars": "observe.report.tables",
     "telemetry.seeds": "observe.read.runlog",
-    "telemetry.summary": "observe.report.summary",
+    "telemetry.summary": "observe.report.tables",
     "telemetry.token_table": "run.replay",
     "telemetry.token_text": "observe.read.token_text",
     "telemetry.untrusted_hdf5": "observe.read.archive",
@@ -150,7 +157,14 @@ MODULES = {
     "workers.tool_pictures": "workers.prompt_pictures",
     "workers.verdict_cache": "workers.judge",
 }
-KEPT = ("rollout.agent.tools", "telemetry.curves", "telemetry.scalars", "telemetry.summary")
+COMMANDS = {"curves": "--out curves.png", "scalars": "--scalars", "summary": "--text"}  # module -> of `hpcrl report`
+KEPT = ("rollout.agent.tools", *(f"{folder}.{name}" for folder in ("observe.report", "telemetry") for name in COMMANDS))
+PROGRAM = """
+import sys
+from hpcrl.cli import main
+print("hpcrl: warning: python -m {old} is now hpcrl report {options}", file=sys.stderr)
+main(["report", *"{options}".split(), *(word for word in sys.argv[1:] if word != "--sft")])
+"""
 
 
 def new_name(old: str) -> str | None:
@@ -195,9 +209,11 @@ class OldNames:
             sys.modules[module.__name__] = import_module(new)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """The code of the new module, for `python -m`."""
+        """The code of the new module, or of the command that has taken its place, for `python -m`."""
         from importlib.util import find_spec
 
+        if options := COMMANDS.get(fullname.rpartition(".")[2]):
+            return compile(PROGRAM.format(old=fullname, options=options), fullname, "exec")
         spec = find_spec(new_name(fullname) or fullname)
         return spec.loader.get_code(spec.name) if spec is not None else None  # type: ignore[union-attr]
 

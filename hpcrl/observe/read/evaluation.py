@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
-from hpcrl.observe.read.runlog import RunError, read_run
+from hpcrl.observe.read.runlog import RunError, read_run, with_different_names
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import parse_json, read_bytes, read_json
 
@@ -66,12 +66,7 @@ class Evaluation:
 
 def read_evaluations(paths: Sequence[str | os.PathLike[str]]) -> list[Evaluation]:
     """Read several evaluations; those of the same name are named by their paths."""
-    evaluations = [read_evaluation(path) for path in paths]
-    names = [one.name for one in evaluations]
-    return [
-        Evaluation(str(path), one.path, one.settings, one.problems) if names.count(one.name) > 1 else one
-        for path, one in zip(paths, evaluations, strict=True)
-    ]
+    return with_different_names(paths, [read_evaluation(path) for path in paths])
 
 
 def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:

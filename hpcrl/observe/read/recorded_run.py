@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,17 @@ from hpcrl.observe.read.logs import (
     MOST_BYTES,
     MOST_BYTES_IN_ALL,
     LogLine,
+    Straggler,
     WarningGroup,
     batch_slices,
     group_warnings,
     log_files,
     read_log,
+    read_stragglers,
     shorten,
 )
-from hpcrl.observe.read.runlog import RunError, RunLog, read_run
+from hpcrl.observe.read.runlog import RunError, RunLog, read_run, with_different_names
 from hpcrl.observe.read.samples import recorded_steps
-from hpcrl.observe.read.stragglers import Straggler, read_stragglers
 from hpcrl.observe.read.token_text import read_config
 from hpcrl.runtime import rank_status
 from hpcrl.runtime.exits import InputError
@@ -84,12 +85,7 @@ class RecordedRun:
 
 def read_recorded_runs(paths: Sequence[str]) -> list[RecordedRun]:
     """Read the runs; of those in folders of the same name, the names are the paths. Raises InputError, one line."""
-    runs = [read_recorded_run(Path(path)) for path in paths]
-    names = [run.name for run in runs]
-    return [
-        replace(run, name=str(path)) if names.count(run.name) > 1 else run
-        for path, run in zip(paths, runs, strict=True)
-    ]
+    return with_different_names(paths, [read_recorded_run(Path(path)) for path in paths])
 
 
 def read_recorded_run(folder: Path) -> RecordedRun:

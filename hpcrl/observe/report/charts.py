@@ -177,30 +177,23 @@ def _only(row: Mapping[str, float], keys: Sequence[str]) -> dict[str, float]:
 
 def phases_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
     """Seconds per phase of the training steps: the phases that take most, then all others and the rest of the step."""
-    prefix = "timing_s/"
-    steps = [step for step, row in log.rows.items() if step > 0 and f"{prefix}step" in row]
-    totals: dict[str, float] = {}
-    for step in steps:
-        for tag, value in log.rows[step].items():
-            phase = tag.removeprefix(prefix)
-            if phase != tag and "/" not in phase and phase != "step" and math.isfinite(value):
-                totals[phase] = totals.get(phase, 0.0) + value
+    steps = [step for step, _ in log.series("timing_s/step") if step > 0]
+    phases = {phase: seconds for phase, seconds in log.phases().items() if seconds.keys() & steps}
+    wholes = phases.pop("step", {})
+    totals = {phase: sum(seconds.get(step, 0.0) for step in steps) for phase, seconds in phases.items()}
     ordered = sorted(totals, key=lambda phase: -totals[phase])
     named = ordered if len(ordered) <= MOST_PHASES else ordered[: MOST_PHASES - 1]
     chosen = [steps[index] for index in evenly_spaced(len(steps), points)]
-    rows = [{phase: _finite(log.rows[step].get(prefix + phase)) for phase in ordered} for step in chosen]
+    rows = [{phase: phases[phase].get(step, 0.0) for phase in ordered} for step in chosen]
     seconds = {phase: [number(row[phase]) for row in rows] for phase in named}
     if others := ordered[len(named) :]:
         seconds["other phases"] = [number(sum(row[phase] for phase in others)) for row in rows]
     if chosen:
-        wholes = [_finite(log.rows[step].get(f"{prefix}step")) for step in chosen]
         inside = [sum(value for phase, value in row.items() if phase not in AROUND_STEPS) for row in rows]
-        seconds["rest of the step"] = [number(max(a - b, 0.0)) for a, b in zip(wholes, inside, strict=True)]
+        seconds["rest of the step"] = [
+            number(max(wholes.get(step, 0.0) - within, 0.0)) for step, within in zip(chosen, inside, strict=True)
+        ]
     return {"steps": chosen, "seconds": seconds}
-
-
-def _finite(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) else 0.0
 
 
 def busy_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hpcrl.observe.read.runlog import step_range
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.sandbox.foreign_files import is_folder, printable, read_bytes
@@ -154,12 +154,10 @@ def chosen_steps(steps: Sequence[int], text: str | None) -> list[int]:
     """Recorded steps in `--step`. InputError if there is none."""
     if text is None or text == "all":
         return list(steps)
-    match = re.fullmatch(r"(\d+)|(\d*):(\d*)", text)
-    if match is None:
+    span = step_range(text)
+    if span is None:
         raise InputError(f"samples: --step {text}; expected a step, A:B, A:, :B, or all")
-    one, first, last = match.groups()
-    low, high = (int(one), int(one)) if one else (int(first or 0), int(last) if last else steps[-1])
-    chosen = [step for step in steps if low <= step <= high]
+    chosen = [step for step in steps if (span[0] or 0) <= step <= (steps[-1] if span[1] is None else span[1])]
     if not chosen:
         from hpcrl.runtime.launcher import format_spans
 
