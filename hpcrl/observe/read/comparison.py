@@ -154,21 +154,11 @@ class Comparison:
                 for one in self.evaluations
             ],
             "levels": [
-                {
-                    **_named(level),
-                    "metrics": {name: _plain(estimate) for name, estimate in level.estimates.items()},
-                    "response_length": level.length,
-                    "truncated": level.truncated,
-                }
+                _row(level, level.estimates) | {"response_length": level.length, "truncated": level.truncated}
                 for level in self.levels
             ],
             "differences": [
-                {
-                    **_named(change),
-                    "baseline": self.evaluations[0].name,
-                    "metrics": {name: _plain(estimate) for name, estimate in change.differences.items()},
-                }
-                for change in self.changes
+                _row(change, change.differences, baseline=self.evaluations[0].name) for change in self.changes
             ],
             "notes": list(self.notes),
         }
@@ -317,8 +307,9 @@ def _num_problems(evaluation: Evaluation) -> int:
     return len(_digests(evaluation))
 
 
-def _named(row: Level | Change) -> dict[str, Any]:
-    return {"name": row.name, "data_source": row.source, "way": row.way._asdict()}
+def _row(row: Level | Change, estimates: Mapping[str, Estimate], **more: Any) -> dict[str, Any]:
+    metrics = {name: _plain(estimate) for name, estimate in estimates.items()}
+    return {"name": row.name, "data_source": row.source, "way": row.way._asdict(), **more, "metrics": metrics}
 
 
 def _plain(estimate: Estimate) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -229,16 +230,14 @@ def _checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
 MOST_KEYS = 5000
 
 
-def flatten(tree: Any, prefix: str = "", room: list[int] | None = None) -> dict[str, Any]:
+def flatten(tree: Any) -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}, up to MOST_KEYS keys: aliases of YAML make large trees of small files."""
-    room = room if room is not None else [MOST_KEYS]
-    flat: dict[str, Any] = {}
+    return dict(islice(_leaves(tree, ""), MOST_KEYS))
+
+
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items() if isinstance(tree, dict) else ():
-        if room[0] <= 0:
-            break
         if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.", room)
+            yield from _leaves(value, f"{prefix}{key}.")
         else:
-            room[0] -= 1
-            flat[f"{prefix}{key}"] = value
-    return flat
+            yield f"{prefix}{key}", value

@@ -73,6 +73,13 @@ class Sample:
     response_mask: np.ndarray | None = None
     turns: tuple[ArchivedTurn, ...] = ()
 
+    @property
+    def gap(self) -> np.ndarray | None:
+        """Log-prob of each token in the rollout engine minus that of training."""
+        if self.rollout_log_probs is None or self.old_log_probs is None:
+            return None
+        return self.rollout_log_probs - self.old_log_probs
+
 
 def recorded_steps(run: Path) -> list[int]:
     """The steps whose samples are archived, in ascending order; [] without an archive. Files are not opened."""

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hpcrl.observe.read.recorded_run import RecordedRun
 from hpcrl.observe.read.runlog import RunLog, SeedMean, seed_mean, without_seed_number
 from hpcrl.observe.record.archive import read_records
 from hpcrl.observe.trace.records import TraceError, decode, trace_paths
+
+Item = TypeVar("Item")
 
 MOST_POINTS, POINTS_IN_ALL = 2000, 7000  # of one curve, of all; of longer runs, evenly spaced steps are shown
 FEWEST_POINTS = 100
@@ -85,11 +87,11 @@ def number(value: float | None) -> float | int | None:
     return float(f"{value:.{DIGITS}g}")
 
 
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, the first and the last among them."""
-    if count <= most:
-        return list(range(count))
-    return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
+def evenly_spaced(items: Sequence[Item], most: int) -> list[Item]:
+    """At most `most` of the items, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[place] for place in sorted({round(index * (len(items) - 1) / (most - 1)) for index in range(most)})]
 
 
 def group_seeds(runs: Sequence[RecordedRun], by_name: bool = False) -> list[tuple[str, list[int]]]:
@@ -127,14 +129,8 @@ def panels_of(logs: Sequence[RunLog]) -> list[dict[str, Any]]:
             matches = [tags_of_one for tags_of_one in matches if tags_of_one][:1]
         keys = list(dict.fromkeys(tag for tags_of_one in matches for tag in tags_of_one))
         if keys:
-            shown: dict[str, Any] = {
-                "section": panel.section,
-                "title": panel.title,
-                "unit": panel.unit,
-                "keys": keys[:MOST_KEYS],
-            }
-            shown |= {"anchor": anchor(panel.title), "is_flat": is_flat(logs, keys[:MOST_KEYS])}
-            panels.append(shown | {"left_out": keys[MOST_KEYS:]})
+            shown = {"keys": keys[:MOST_KEYS], "left_out": keys[MOST_KEYS:], "anchor": anchor(panel.title)}
+            panels.append(panel._asdict() | shown | {"is_flat": is_flat(logs, keys[:MOST_KEYS])})
     return panels
 
 
@@ -162,7 +158,7 @@ def _curve(name: str, members: list[int], logs: Sequence[RunLog], keys: Sequence
     logs = [RunLog(log.name, {step: _only(row, keys) for step, row in log.rows.items()}) for log in logs]
     log = logs[0] if len(logs) == 1 else seed_mean(name, logs)
     steps = [step for step, row in log.rows.items() if row]
-    chosen = [steps[index] for index in evenly_spaced(len(steps), points)]
+    chosen = evenly_spaced(steps, points)
     values = {key: [number(log.rows[step].get(key)) for step in chosen] for key in keys}
     values = {key: series for key, series in values.items() if any(value is not None for value in series)}
     curve: dict[str, Any] = {"name": name, "runs": members, "steps": chosen, "num_steps": len(steps), "values": values}
@@ -183,7 +179,7 @@ def phases_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
     totals = {phase: sum(seconds.get(step, 0.0) for step in steps) for phase, seconds in phases.items()}
     ordered = sorted(totals, key=lambda phase: -totals[phase])
     named = ordered if len(ordered) <= MOST_PHASES else ordered[: MOST_PHASES - 1]
-    chosen = [steps[index] for index in evenly_spaced(len(steps), points)]
+    chosen = evenly_spaced(steps, points)
     rows = [{phase: phases[phase].get(step, 0.0) for phase in ordered} for step in chosen]
     seconds = {phase: [number(row[phase]) for row in rows] for phase in named}
     if others := ordered[len(named) :]:
@@ -202,7 +198,7 @@ def busy_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
     tags = [tag for tag in log.tags() if tag.startswith(prefix) and tag.endswith("/max")]
     names = [tag.removeprefix(prefix).removesuffix("/max") for tag in tags]
     steps = [step for step, row in log.rows.items() if any(tag in row for tag in tags)]
-    chosen = [steps[index] for index in evenly_spaced(len(steps), points // 2)]
+    chosen = evenly_spaced(steps, points // 2)
     phases = {
         name: {end: [number(log.rows[step].get(f"{prefix}{name}/{end}")) for step in chosen] for end in ends}
         for name in names
@@ -230,7 +226,7 @@ def rank_times(run: Path, slow: Sequence[int], notes: list[str]) -> list[RankTim
     """The times of the ranks, in their order; [] for a run without traces. `slow`: ranks that must be among them."""
     paths = trace_paths(run)
     ranks = list(paths)
-    chosen = {ranks[index] for index in evenly_spaced(len(ranks), MOST_RANKS)} | (set(slow) & set(ranks))
+    chosen = {*evenly_spaced(ranks, MOST_RANKS)} | (set(slow) & set(ranks))
     if len(chosen) < len(ranks):
         notes.append(f"busy time: {len(chosen)} of {len(ranks)} ranks are shown")
     of_ranks: list[RankTimes] = []

@@ -106,7 +106,7 @@ def _run(run: RecordedRun, room: int, points: int) -> dict[str, Any]:
 def _rank_rows(ranks: Sequence[RankTimes]) -> dict[str, Any]:
     """Busy seconds by rank, in the steps that any of the ranks recorded."""
     recorded = sorted({step for times in ranks for step in times.busy})
-    steps = [recorded[index] for index in evenly_spaced(len(recorded), MOST_RANK_STEPS)]
+    steps = evenly_spaced(recorded, MOST_RANK_STEPS)
     rows = [
         {"rank": times.rank, "node": times.node, "seconds": [number(times.busy.get(step)) for step in steps]}
         for times in ranks
@@ -116,22 +116,20 @@ def _rank_rows(ranks: Sequence[RankTimes]) -> dict[str, Any]:
 
 def _summary(run: RecordedRun) -> dict[str, Any]:
     """The row of the run in the table at the top."""
-    rows = [row for step, row in run.log.rows.items() if step > 0]
     steps = list(run.log.rows)
-    headline = next((key for key in HEADLINES if any(key in row for row in rows)), None)
-    values = [row[headline] for row in rows if headline in row] if headline else []
-    seconds = [row["timing_s/step"] for row in rows if "timing_s/step" in row]
-    speeds = [row["perf/throughput"] for row in rows if "perf/throughput" in row]
+    headline = next((key for key in HEADLINES if run.log.training(key)), "")
+    of_keys = (run.log.training(key) for key in (headline, "timing_s/step", "perf/throughput"))
+    values, seconds, speeds = ([value for _, value in series] for series in of_keys)
     return {
         "step": steps[-1] if steps else None,
         "total": run.total_steps,
         "attempts": len(run.attempts),
         "lost": sum(attempt.lost_steps or 0 for attempt in run.attempts),
-        "headline": headline,
+        "headline": headline or None,
         "first": number(values[0]) if values else None,
         "last": number(values[-1]) if values else None,
         "best": number(max(values)) if values else None,
-        "time": duration(sum(value for value in seconds if value == value)) if seconds else None,
+        "time": duration(sum(seconds)) if seconds else None,
         "seconds_per_step": number(sum(seconds) / len(seconds)) if seconds else None,
         "throughput": number(speeds[-1]) if speeds else None,
         "ranks": next((attempt.ranks for attempt in reversed(run.attempts) if attempt.ranks), None),

@@ -70,8 +70,7 @@ class SampleChoice:
         self._left = room
         self.notes: list[str] = []
         self._scores: dict[int, ScoresOfStep] = {}
-        for index in evenly_spaced(len(self._steps), MOST_SCANNED):
-            step = self._steps[index]
+        for step in evenly_spaced(self._steps, MOST_SCANNED):
             try:
                 of_step = read_scores(run, step)
             except ArchiveError as error:
@@ -120,10 +119,7 @@ class SampleChoice:
             {
                 "key": prompt,
                 "kind": kinds[prompt],
-                "visits": [
-                    [means[prompt][index][0], number(means[prompt][index][1])]
-                    for index in evenly_spaced(len(means[prompt]), 40)
-                ],
+                "visits": [[step, number(mean)] for step, mean in evenly_spaced(means[prompt], 40)],
                 "times": len(means[prompt]),
             }
             for prompt in ordered
@@ -133,9 +129,8 @@ class SampleChoice:
         """The first sample of each followed prompt at some of its steps, for a third of the room at most."""
         prompts_of: dict[int, list[str]] = {}
         for entry in followed:
-            visits = [step for step, _ in entry["visits"]]
-            for index in evenly_spaced(len(visits), MOST_VISITS):
-                prompts_of.setdefault(visits[index], []).append(entry["key"])
+            for step, _ in evenly_spaced(entry["visits"], MOST_VISITS):
+                prompts_of.setdefault(step, []).append(entry["key"])
         floor = self._left - self._left // 3
         for position in far_apart(len(prompts_of)):
             step = sorted(prompts_of)[position]
@@ -203,15 +198,8 @@ def packed(sample: Sample) -> dict[str, Any]:
     """A sample for the page: the texts of its tokens, joined, with the lengths of each, and packed columns."""
     shown = _kept(sample.token_texts)
     texts = [shorten(sample.token_texts[index], HEAD_CHARACTERS) for index in shown]
-    gap = None
-    if sample.rollout_log_probs is not None and sample.old_log_probs is not None:
-        gap = sample.rollout_log_probs - sample.old_log_probs
-    columns = {
-        "advantage": sample.advantages,
-        "gap": gap,
-        "entropy": sample.entropies,
-        "log_prob": sample.rollout_log_probs,
-    }
+    columns = {"advantage": sample.advantages, "gap": sample.gap, "entropy": sample.entropies}
+    columns |= {"log_prob": sample.rollout_log_probs}
     entry: dict[str, Any] = {
         "step": sample.step,
         "index": sample.sample_index,

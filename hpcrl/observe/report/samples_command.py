@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -10,13 +11,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
+from hpcrl.observe.read.archive import open_archive, read_samples
 from hpcrl.observe.read.runlog import step_range
+from hpcrl.observe.read.samples import FOLDER, PER_TOKEN, Sample, StepArchive, recorded_steps
+from hpcrl.observe.record.archive import ArchiveError, step_path
+from hpcrl.observe.record.writer import json_line
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.runtime.launcher import format_spans
 from hpcrl.sandbox.foreign_files import is_folder, printable, read_bytes
 
 if TYPE_CHECKING:
-    from hpcrl.observe.read.samples import Sample, StepArchive
     from hpcrl.observe.report.samples_view import PromptPair
 
 log = logging.getLogger(__name__)
@@ -117,8 +124,6 @@ def samples(options: Namespace) -> Iterator[Sample]:
 
 
 def recorded(run: Path) -> list[int]:
-    from hpcrl.observe.read.samples import FOLDER, recorded_steps
-
     steps = recorded_steps(run)
     if not steps:
         what = f"{run / FOLDER} has no step_*.h5" if run.is_dir() else f"{run} is no folder"
@@ -130,9 +135,6 @@ def recorded(run: Path) -> list[int]:
 
 def open_step(run: Path, step: int, only: bool) -> StepArchive | None:
     """The archive of a step; None, with a warning, if it is damaged. InputError if it is the only one asked for."""
-    from hpcrl.observe.read.samples import StepArchive
-    from hpcrl.observe.record.archive import ArchiveError
-
     try:
         return StepArchive(run, step)
     except ArchiveError as error:
@@ -159,8 +161,6 @@ def chosen_steps(steps: Sequence[int], text: str | None) -> list[int]:
         raise InputError(f"samples: --step {text}; expected a step, A:B, A:, :B, or all")
     chosen = [step for step in steps if (span[0] or 0) <= step <= (steps[-1] if span[1] is None else span[1])]
     if not chosen:
-        from hpcrl.runtime.launcher import format_spans
-
         raise InputError(f"samples: --step {text} is not archived; archived steps: {format_spans(list(steps))}")
     return chosen
 
@@ -168,10 +168,6 @@ def chosen_steps(steps: Sequence[int], text: str | None) -> list[int]:
 def may_have_uid(run: Path, step: int, uid: str) -> bool:
     """Whether a step has the uid, or is damaged. Small files are searched for its bytes, because archives are not
     compressed and reading a column takes several milliseconds; of others that column is read."""
-    from hpcrl.observe.read.archive import open_archive, read_samples
-    from hpcrl.observe.read.samples import FOLDER
-    from hpcrl.observe.record.archive import ArchiveError, step_path
-
     path = step_path(run / FOLDER, step)
     try:
         if path.stat().st_size <= SMALL and uid.encode() not in read_bytes(path, run):
@@ -189,8 +185,6 @@ def matches(found: str, uid: str) -> bool:
 
 
 def _selected(archive: StepArchive, options: Namespace) -> Iterator[Sample]:
-    import numpy as np
-
     rows: Iterable[int] = range(len(archive))
     if options.grep is not None:
         rows = (row for row in rows if options.grep in archive.response(row) or options.grep in archive.prompt(row))
@@ -227,7 +221,6 @@ def pairs(options: Namespace) -> Iterator[PromptPair]:
 
 
 def sample_line(sample: Sample, with_tokens: bool) -> str:
-    """The sample as a JSON line."""
     return _line(_plain(sample, with_tokens))
 
 
@@ -239,10 +232,6 @@ def pair_line(pair: PromptPair, with_tokens: bool) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    import json
-
-    from hpcrl.observe.record.writer import json_line
-
     line = json_line(row)
     # ASCII only where it would reach a terminal: JSON does not escape all that a terminal acts on
     return json.dumps(json.loads(line)) + "\n" if sys.stdout.isatty() else line
@@ -261,8 +250,6 @@ def _plain(sample: Sample, with_tokens: bool) -> dict[str, Any]:
             for turn in sample.turns
         ]
     if with_tokens:
-        from hpcrl.observe.read.samples import PER_TOKEN
-
         row["token_texts"] = sample.token_texts
         for name in PER_TOKEN:
             values = getattr(sample, name)

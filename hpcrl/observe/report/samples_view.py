@@ -151,13 +151,9 @@ class SamplesView:
 
 def values_of(sample: Sample, color: str) -> np.ndarray | None:
     """What colours the tokens, (length,); None where it was not recorded."""
-    if color == "advantage":
-        return sample.advantages
-    if color == "entropy":
-        return sample.entropies
-    if color == "gap" and sample.old_log_probs is not None and sample.rollout_log_probs is not None:
-        return sample.old_log_probs - sample.rollout_log_probs
-    return None
+    if color == "gap" and sample.gap is not None:
+        return -sample.gap
+    return {"advantage": sample.advantages, "entropy": sample.entropies}.get(color)
 
 
 def _style(strength: float, color: str) -> str | None:
