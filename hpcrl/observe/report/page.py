@@ -250,10 +250,12 @@ def report_main(arguments: Sequence[str]) -> NoReturn:
 
             save_picture(lambda: plot_runs(runs, options.keys), Path(options.out), "--out")
             print(printable(options.out))
-        if options.text:
-            print(printable("\n\n".join(map(tables.summary, runs))))
+        texts = [printable(tables.summary(run)) for run in runs if options.text]
         if has_scalars:
-            print(tables.scalars(runs, options.keys, every=options.every, last=options.last, as_csv=options.csv))
+            every, last = options.every, options.last
+            texts.append(tables.scalars(runs, options.keys, every=every, last=last, as_csv=options.csv))
+        if texts:
+            print("\n\n".join(texts))
     sys.exit(exits.DONE)
 
 
