@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from hpcrl.observe.read.runlog import RunLog as RunLog
     from hpcrl.observe.read.runlog import read_run as read_run
     from hpcrl.observe.read.runlog import read_runs as read_runs
-    from hpcrl.observe.report.comparison_plot import plot_comparison as plot_comparison
-    from hpcrl.observe.report.curves import plot_runs as plot_runs
+    from hpcrl.observe.report.pictures import plot_comparison as plot_comparison
+    from hpcrl.observe.report.pictures import plot_runs as plot_runs
     from hpcrl.rewards.manager import RewardManager as RewardManager
     from hpcrl.rewards.manager import register_reward_manager as register_reward_manager
     from hpcrl.rollout.engines.engine import Engine as Engine
@@ -118,10 +118,9 @@ _MODULES = {
     "hpcrl.algorithms.metrics": ("Mean", "Sum"),
     # runs that were logged
     "hpcrl.observe.read.runlog": ("read_run", "read_runs", "RunLog"),
-    "hpcrl.observe.report.curves": ("plot_runs",),
+    "hpcrl.observe.report.pictures": ("plot_runs", "plot_comparison"),
     # evaluations of runs
     "hpcrl.observe.read.comparison": ("compare_evaluations", "Comparison"),
-    "hpcrl.observe.report.comparison_plot": ("plot_comparison",),
 }
 
 __all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605

@@ -28,7 +28,6 @@ ELSEWHERE = {
     "data/downloaded": "in a folder that mkdtemp has made",
     "machine/measure": "a name with a random number",
     "machine/check_job": "a name with a random number",
-    "observe/report/scalars": "/dev/null",
     "runtime/world": "/dev/null",
     "runtime/node_memory": "in a folder of this user only, which it makes and checks",
     "engine/checkpoint/snapshot": "in that folder",

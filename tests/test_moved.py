@@ -71,7 +71,7 @@ def test_a_pickled_object_of_an_old_name_says_the_new_one() -> None:
 def test_an_old_program_runs() -> None:
     command = [sys.executable, "-m", "hpcrl.telemetry.summary", "--help"]
     done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
-    assert done.stdout.startswith("usage: python -m hpcrl.observe.report.summary"), done.stderr
+    assert done.stdout.startswith("usage: hpcrl report"), done.stderr
 
 
 @pytest.mark.parametrize("name", ["hpcrl.never", "hpcrl.runtime.never"])

@@ -63,9 +63,9 @@ def read_run(place: Place, run: Path, commands: str = "report samples status tra
     said = ""
     for command in commands.split():
         out = ("--out", place.out / f"{command}.html") if command in ("report", "trace") else ()
-        name = ("-m", "hpcrl.observe.report.scalars") if command == "scalars" else ("-m", "hpcrl", command)
+        name = ("report", "--scalars") if command == "scalars" else (command,)
         out = ("--text",) if command == "samples" else out  # JSON in a pipe is UTF-8 as it is
-        said += place.python(*name, run, *out, codes=(0, 1, 2), lines=10)
+        said += place.hpcrl(*name, run, *out, codes=(0, 1, 2), lines=10)
     page = place.out / "report.html"
     text = page.read_text() if page.exists() else ""
     place.check(said)

@@ -35,6 +35,6 @@ run=runs/ppo_countdown
 for override in "$@"; do
     [[ $override == run.name=* ]] && run=runs/${override#run.name=}
 done
-$bin/python -m hpcrl.observe.report.summary "$run" --sft runs/sft_countdown
-$bin/python -m hpcrl.observe.report.curves "$run" --out "$run/curves.png" >/dev/null
+$bin/python -m hpcrl report runs/sft_countdown "$run" --text
+$bin/python -m hpcrl report "$run" --out "$run/curves.png" >/dev/null
 printf '\ncurves:      %s\nTensorBoard: %s/tensorboard --logdir %s\n' "$run/curves.png" "$bin" runs

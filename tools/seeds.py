@@ -28,7 +28,7 @@ class Study:
     sft: str  # template
     algorithms: Mapping[str, str]  # name -> template
     tasks: tuple[str, ...]  # data sources of the validation prompts
-    curves: tuple[str, ...] = ("--seeds",)  # further arguments of hpcrl.observe.report.curves
+    curves: tuple[str, ...] = ("--seeds",)  # further arguments of `hpcrl report`
     ranks: int = 2
 
     def main(self, description: str | None) -> None:
@@ -54,7 +54,7 @@ class Study:
                 rows.append((name, seed))
         self.report(rows)
         runs = [f"{self.folder}/{name}_{seed}" for name, seed in rows]
-        python("-m", "hpcrl.observe.report.curves", *runs, "--out", f"{self.folder}/curves.png", *self.curves)
+        python("-m", "hpcrl", "report", *runs, "--out", f"{self.folder}/curves.png", *self.curves)
 
     def named(self, run: str, seed: int) -> list[str]:
         return [f"run.name={run}", f"run.dir={self.folder}", f"run.seed={seed}"]

@@ -59,9 +59,9 @@ class Evaluate(SamplingJob):
                     f"{how_to_evaluate(Path(arguments.config))}"
                 )
             return False
-        from hpcrl.observe.report.comparison_table import show
+        from hpcrl.observe.report.tables import show_comparison
 
-        show([arguments.config, *arguments.overrides], as_json=arguments.json, plot=arguments.plot)
+        show_comparison([arguments.config, *arguments.overrides], as_json=arguments.json, plot=arguments.plot)
         return True
 
     @classmethod

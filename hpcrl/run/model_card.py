@@ -15,7 +15,7 @@ from hpcrl.config import yaml_core
 from hpcrl.engine.checkpoint.store import is_hugging_face
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.read.token_text import read_config
-from hpcrl.observe.report.scalars import number
+from hpcrl.observe.report.tables import number
 from hpcrl.run.start import flatten
 from hpcrl.sandbox.foreign_files import MOST_CONFIG, printable, read_text
 from hpcrl.sandbox.new_files import read_json_or

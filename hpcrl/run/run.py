@@ -25,7 +25,7 @@ from hpcrl.observe.record.archive import discard_from
 from hpcrl.observe.record.progress import LongPhases, PhaseTimers, Progress, validation_lines
 from hpcrl.observe.record.trackers import Status, Trackers
 from hpcrl.observe.record.writer import METRICS_FILE, MetricsWriter, without_nan
-from hpcrl.observe.report.summary import at_end, next_commands
+from hpcrl.observe.report.tables import at_end, next_commands
 from hpcrl.observe.trace.rank_trace import discard_other_ranks
 from hpcrl.observe.trace.records import TRACE_FOLDER
 from hpcrl.run import disk

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from hpcrl.observe.read.estimates import Estimate, ks_of, mean_over_problems, paired_difference, pass_at_k, t_quantile
+from hpcrl.observe.read.comparison import Estimate, ks_of, mean_over_problems, paired_difference, pass_at_k, t_quantile
 
 
 def test_mean_and_standard_error_by_hand() -> None:

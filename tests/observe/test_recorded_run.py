@@ -203,7 +203,7 @@ def test_far_apart_is_a_permutation(count):
     order = list(far_apart(count))
     assert sorted(order) == list(range(count))
     assert order[:2] == [count - 1, 0][: len(order[:2])]
-    assert len(evenly_spaced(count, 7)) == min(count, 7)
+    assert len(evenly_spaced(range(count), 7)) == min(count, 7)
 
 
 def test_a_hostile_run_is_data(tmp_path):

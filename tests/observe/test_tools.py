@@ -1,4 +1,4 @@
-"""The tools of a login node: scalars, curves, summary."""
+"""Metrics of runs on a login node: `hpcrl report` with --text, --scalars, or a picture as --out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import pytest
 
 from hpcrl.observe.read.runlog import SeedMean, over_seeds, read_run, read_runs
 from hpcrl.observe.record.writer import MetricsWriter
-from hpcrl.observe.report import curves, scalars, summary
+from hpcrl.observe.report import tables
+from hpcrl.observe.report.page import report_main
+from hpcrl.observe.report.pictures import smooth
 
 
 def synthetic_rows(steps: int = 100, seed: int = 0, gain: float = 0.5) -> list[dict[str, float]]:
@@ -59,8 +62,16 @@ def runs(tmp_path):
     return first, write_run(tmp_path / "second", synthetic_rows(40, seed=1))
 
 
+def report(*arguments: object) -> int:
+    """Exit code of `hpcrl report`."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(os, "_exit", sys.exit)
+        report_main([*map(str, arguments)])
+    return int(end.value.code or 0)
+
+
 def table(capsys, *arguments: object) -> list[list[str]]:
-    assert scalars.main([*map(str, arguments), "--csv"]) == 0
+    assert report(*arguments, "--csv") == 0
     return list(csv.reader(io.StringIO(capsys.readouterr().out)))
 
 
@@ -93,13 +104,13 @@ def test_runs_of_the_same_name_are_called_by_their_paths(tmp_path):
 def test_csv_has_every_digit_and_text_has_four(tmp_path, capsys):
     run = write_run(tmp_path / "run", [{"step": 1, "a": 1 / 3, "b": 12345678.0}])
     assert table(capsys, run, "--last")[1:] == [["a", repr(1 / 3)], ["b", "12345678.0"]]
-    assert scalars.main([str(run), "--last"]) == 0
+    assert report(run, "--last") == 0
     assert capsys.readouterr().out.split()[2:] == ["a", "0.3333", "b", "12345678"]
 
 
 def test_wide_tables_fold_at_the_terminal(runs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert scalars.main([*map(str, runs), "--every", "10"]) == 0
+    assert report(*runs, "--every", 10) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert out.count("\nstep") > 1
@@ -123,33 +134,36 @@ def test_a_run_that_is_being_written_can_be_read(tmp_path):
     assert read_run(run).rows == {1: {"a": 1.0}}
 
 
-@pytest.mark.parametrize("module", ["scalars", "curves", "summary"])
+FORMS = {"scalars": ["--scalars"], "picture": ["--out", "curves.png"], "summary": ["--text"]}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("with_jsonl", [True, False])
-def test_tools_need_neither_torch_nor_mpi(tmp_path, module, with_jsonl):
+def test_tools_need_neither_torch_nor_mpi(tmp_path, form, with_jsonl):
     with closing(MetricsWriter(tmp_path / "run", first_step=1)) as writer:
         for row in synthetic_rows(4):
             writer.log(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
     if not with_jsonl:
         (tmp_path / "run" / "metrics.jsonl").unlink()
     program = (
-        f"import sys; from hpcrl.observe.report.{module} import main; assert main(sys.argv[1:]) == 0;"
-        "import json; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+        "import atexit, json, sys; from hpcrl.observe.report.page import report_main;"
+        "atexit.register(lambda: print(json.dumps(sorted({name.split('.')[0] for name in sys.modules}))));"
+        "report_main(sys.argv[1:])"
     )
-    out = [] if module != "curves" else ["--out", str(tmp_path / "curves.png")]
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "run"), *out], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run"), *FORMS[form]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "mpi4py", "megatron", "tensorflow"} & set(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("tool", [scalars, curves, summary])
-def test_bad_input_is_one_line_and_code_2(tool, tmp_path, capsys):
+@pytest.mark.parametrize("form", FORMS)
+def test_bad_input_is_one_line_and_code_2(form, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     garbage = tmp_path / "metrics.jsonl"
     garbage.write_bytes(bytes(range(256)))
     (tmp_path / "empty").mkdir()
     for run in (tmp_path / "none", tmp_path / "empty", tmp_path, garbage):
-        assert tool.main([str(run)]) == 2
+        assert report(run, *FORMS[form]) == 2
         out = capsys.readouterr()
         assert out.err.count("\n") == 1 and "error: " in out.err and str(run) in out.err and not out.out
 
@@ -158,12 +172,12 @@ def test_bad_input_is_one_line_and_code_2(tool, tmp_path, capsys):
     "options", [["--keys", "("], ["--keys", "nothing"], ["--steps", "a:b"], ["--steps", "900:"], ["--every", "0"]]
 )
 def test_bad_options_are_one_line_and_code_2(options, runs, capsys):
-    assert scalars.main([str(runs[0]), *options]) == 2
+    assert report(runs[0], *options) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_closed_pipe_is_no_error(runs):
-    command = f"{sys.executable} -m hpcrl.observe.report.scalars {runs[0]} --keys . --every 1 --csv | head -1"
+    command = f"{sys.executable} -m hpcrl report {runs[0]} --keys . --every 1 --csv | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stderr == "" and done.stdout.startswith("step,")
 
@@ -178,20 +192,21 @@ def test_runs_of_several_seeds_are_one_curve_with_a_band(tmp_path, capsys):
     assert found.band("critic/score/mean") == [2.0, 2.0]
     assert found.series("a") == [(1, 1.0)]
     out = tmp_path / "curves.png"
-    assert curves.main([*map(str, folders), "--seeds", "--out", str(out)]) == 0
+    assert report(*folders, "--seeds", "--out", out) == 0
     assert out.stat().st_size > 10_000
+    capsys.readouterr()
+    assert table(capsys, *folders, "--seeds", "--keys", "score", "--last")[1:] == [["critic/score/mean", "4.0"]]
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_curves_draw_a_picture(runs, count, tmp_path, capsys):
     out = tmp_path / "curves.png"
-    assert curves.main([*map(str, runs[:count]), "--out", str(out)]) == 0
+    assert report(*runs[:count], "--out", out) == 0
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_mode & 0o777 == 0o600  # as a run's own files
-    assert curves.main([str(runs[0]), "--keys", "score|kl", "--out", str(tmp_path / "few.svg")]) == 0
+    assert report(runs[0], "--keys", "score|kl", "--out", tmp_path / "few.svg") == 0
     capsys.readouterr()
-    for bad in (tmp_path / "none" / "curves.png", tmp_path / "curves.unknown"):
-        assert curves.main([str(runs[0]), "--out", str(bad)]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+    assert report(runs[0], "--out", tmp_path / "none" / "curves.png") == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_notebook_reads_plots_and_compares(runs, monkeypatch):
@@ -208,8 +223,21 @@ def test_a_notebook_reads_plots_and_compares(runs, monkeypatch):
 
 
 def test_smoothing_keeps_a_constant_and_averages_noise():
-    assert curves.smooth([2.0] * 9, 5) == [2.0] * 9
-    assert curves.smooth([0.0, 3.0, 0.0, 3.0, 0.0], 3) == [1.5, 1.0, 2.0, 1.0, 1.5]
+    assert smooth([2.0] * 9, 5) == [2.0] * 9
+    assert smooth([0.0, 3.0, 0.0, 3.0, 0.0], 3) == [1.5, 1.0, 2.0, 1.0, 1.5]
+
+
+@pytest.mark.parametrize("folder", ["telemetry", "observe.report"])
+@pytest.mark.parametrize(
+    "name, words", [("scalars", "mean10"), ("curves", "curves.png"), ("summary", "training: second")]
+)
+def test_old_commands_name_the_new_one(runs, tmp_path, folder, name, words):
+    options = ["--sft", runs[0]] if name == "summary" else []
+    command = [sys.executable, "-m", f"hpcrl.{folder}.{name}", runs[1], *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and words in done.stdout, done.stderr
+    assert done.stderr.startswith(f"hpcrl: warning: python -m hpcrl.{folder}.{name} is now hpcrl report --")
+    assert done.stderr.count("\n") == 1 and ("training: first" in done.stdout) is (name == "summary")
 
 
 def test_closing_table(tmp_path, capsys):
@@ -221,16 +249,16 @@ def test_closing_table(tmp_path, capsys):
     rows[2]["val-core/countdown/acc/mean@1"] = 0.35
     run = write_run(tmp_path / "ppo", rows)
     sft = write_run(tmp_path / "sft", [{"step": s, "train/loss": 1.0} for s in (1, 2, 3)])
-    assert summary.main([str(run), "--sft", str(sft)]) == 0
+    assert report(sft, run, "--text") == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "warm start: sft, 3 steps" in lines
+    assert "training: sft, 3 steps" in lines
     assert "training: ppo, 2 steps, 4s (2 s/step)" in lines
     assert "countdown/acc/mean@1 20.0% 35.0% +15.0 35.0% 2" in lines
     assert "gen 1.000 2 2.0 50%" in lines
     assert "tokens/s 1,000" in lines
     assert not any(line.startswith("testing") for line in lines)
-    commands = summary.next_commands(run, "mpiexec -n 2", evaluates=True, exports=False)
-    ended = [" ".join(line.split()) for line in summary.at_end(read_run(run), run, commands).splitlines()]
+    commands = tables.next_commands(run, "mpiexec -n 2", evaluates=True, exports=False)
+    ended = [" ".join(line.split()) for line in tables.at_end(read_run(run), run, commands).splitlines()]
     assert ended == [
         "done: ppo, 2 steps, 4s (2 s/step)",
         "countdown acc/mean@1: 0.200 at step 0, 0.350 at step 2",

@@ -122,7 +122,7 @@ def test_every_file_of_the_run_can_be_read(ended: tuple[Path, subprocess.Complet
 
 
 @pytest.mark.parametrize(
-    "command", [("hpcrl.observe.report.scalars", "--keys", "val"), ("hpcrl", "samples", "--json"), ("hpcrl", "status")]
+    "command", [("hpcrl", "report", "--keys", "val"), ("hpcrl", "samples", "--json"), ("hpcrl", "status")]
 )
 def test_an_ascii_terminal_shows_it(
     ended: tuple[Path, subprocess.CompletedProcess[bytes]], command: tuple[str, ...]

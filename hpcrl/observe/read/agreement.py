@@ -95,34 +95,34 @@ class Agreement:
         )
 
 
-def compare_metrics(logged: Mapping[str, float], replayed: Mapping[str, float], found: Agreement) -> None:
+def compare_metrics(logged: Mapping[str, float], replayed: Mapping[str, float], agreement: Agreement) -> None:
     """Add the metrics that the run logged, in its order; those that only the replay has are of another version."""
     for name in logged:
         if not name.startswith((*OF_A_MACHINE, *OF_GENERATION)):
-            found.num_metrics += 1
+            agreement.num_metrics += 1
             floor = 0.0 if SET.fullmatch(name) else 1.0
-            found.add(Difference(name, logged.get(name), replayed.get(name), floor))
+            agreement.add(Difference(name, logged.get(name), replayed.get(name), floor))
 
 
-def compare_archives(logged: Path, replayed: Path, found: Agreement) -> None:
+def compare_archives(logged: Path, replayed: Path, agreement: Agreement) -> None:
     """Add the columns of a step that the update computed. Both are rollout folders. Raises ArchiveError."""
-    expected, samples, _ = read_step(step_path(logged, found.step))
-    columns, _, _ = read_step(step_path(replayed, found.step))
+    expected, samples, _ = read_step(step_path(logged, agreement.step))
+    columns, _, _ = read_step(step_path(replayed, agreement.step))
     names = [f"{uid} #{index}" for uid, index in zip(samples["uid"], samples["sample_index"], strict=True)]
     for name, (values, offsets) in expected.items():
         if name in COPIED:
             continue
-        found.num_columns += 1
+        agreement.num_columns += 1
         if name not in columns or not np.array_equal(columns[name][1], offsets):
-            found.add(Difference(f"the number of entries of {name}", float(len(values)), None))
+            agreement.add(Difference(f"the number of entries of {name}", float(len(values)), None))
         elif len(values):
-            _compare_column(name, expected[name], columns[name][0], names, found)
+            _compare_column(name, expected[name], columns[name][0], names, agreement)
         else:
-            found.num_equal += 1
+            agreement.num_equal += 1
 
 
 def _compare_column(
-    name: str, expected: tuple[np.ndarray, np.ndarray], values: np.ndarray, samples: list[str], found: Agreement
+    name: str, expected: tuple[np.ndarray, np.ndarray], values: np.ndarray, samples: list[str], agreement: Agreement
 ) -> None:
     """Add a column, as its largest difference and the first one that is too large."""
 
@@ -132,8 +132,8 @@ def _compare_column(
         return Difference(what, *(float(str(column[place])) for column in (expected[0], values)))  # fp32, in its digits
 
     sizes = distances(expected[0], values)
-    too_large = np.flatnonzero(sizes > found.rtol)
-    found.add(at(int(sizes.argmax())), at(int(too_large[0])) if len(too_large) else None)
+    too_large = np.flatnonzero(sizes > agreement.rtol)
+    agreement.add(at(int(sizes.argmax())), at(int(too_large[0])) if len(too_large) else None)
 
 
 def distances(a: np.ndarray, b: np.ndarray, floor: float = 1.0) -> np.ndarray:

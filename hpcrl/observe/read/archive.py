@@ -82,8 +82,8 @@ def read_step(
         present = [name.removesuffix("?") for name in selected if not name.endswith("?") or name[:-1] in recorded]
         columns = {name: member(recorded, name) for name in present}
         tokens = {name: (column(group, "values"), column(group, "offsets")) for name, group in columns.items()}
-        found = member(file, "samples")
-        samples = {name: column(found, name) for name in (found if sample_names is None else sample_names)}
+        stored = member(file, "samples")
+        samples = {name: column(stored, name) for name in (stored if sample_names is None else sample_names)}
     _check_lengths(path, tokens, samples)
     return tokens, samples, attributes
 
@@ -145,11 +145,11 @@ def _strings(dataset: h5py.Dataset) -> np.ndarray:
     """Read some strings at a time, because many entries may refer to the same long string."""
     size, left = dataset.size, dataset.file.id.get_filesize()
     at_once = max(_FEWEST_AT_ONCE, _AT_ONCE // max(left, 1))
-    found = np.empty(size, object)
+    texts = np.empty(size, object)
     for start in range(0, size, at_once):
         strings = dataset.asstr()[start : start + at_once]
         left -= sum(map(len, strings))
         if left < 0:
             raise ValueError(f"{dataset.name} has longer strings than the file has bytes")
-        found[start : start + len(strings)] = strings
-    return found
+        texts[start : start + len(strings)] = strings
+    return texts

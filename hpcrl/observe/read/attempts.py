@@ -156,43 +156,43 @@ def attempts(
     errors: lines of level ERROR of all ranks. slices: of slices.json. last_sign: when the run's files changed last, in
     words, and whether that means that it is running.
     """
-    found = _from_log(rank_0)
-    if not found:
-        found = [Attempt(reason="its log is missing", reached=True) for _ in events]
+    story = _from_log(rank_0)
+    if not story:
+        story = [Attempt(reason="its log is missing", reached=True) for _ in events]
         steps = [part.get("step") for part in slices]
-        for attempt, step in zip(found, steps, strict=False) if len(found) == len(steps) else ():
+        for attempt, step in zip(story, steps, strict=False) if len(story) == len(steps) else ():
             attempt.resumed_at = step if isinstance(step, int) and step >= 0 else None
-    if len(found) <= len(events):  # logs of older versions do not have the line of the first step
-        for attempt in found:
+    if len(story) <= len(events):  # logs of older versions do not have the line of the first step
+        for attempt in story:
             attempt.reached = True
-    _add_errors(found, errors)
-    _add_events([attempt for attempt in found if attempt.reached], events)
-    _add_slices([attempt for attempt in found if attempt.reached], slices, outputs)
-    if found:
-        _add_end(found[-1], exit_record, last_sign)
-    for attempt, following in reversed(list(zip(found, found[1:], strict=False))):
+    _add_errors(story, errors)
+    _add_events([attempt for attempt in story if attempt.reached], events)
+    _add_slices([attempt for attempt in story if attempt.reached], slices, outputs)
+    if story:
+        _add_end(story[-1], exit_record, last_sign)
+    for attempt, following in reversed(list(zip(story, story[1:], strict=False))):
         if attempt.outcome == KILLED and attempt.last_step and attempt.last_step == attempt.total_steps:
             attempt.outcome, attempt.reason = DONE, "all steps"
         if following.relaunch:  # slices.json has the last start of a slice
             attempt.job, attempt.restart = following.job, following.restart
         attempt.requeued = bool(attempt.job) and attempt.job == following.job and not following.relaunch
-    _add_losses(found)
-    return found
+    _add_losses(story)
+    return story
 
 
 def _from_log(lines: Iterable[LogLine]) -> list[Attempt]:
-    found: list[Attempt] = []
+    story: list[Attempt] = []
     for line in lines:
         if start := _START.match(line.text):
-            found.append(Attempt(started=line.time, ranks=int(start[1])))
-        if not found:
+            story.append(Attempt(started=line.time, ranks=int(start[1])))
+        if not story:
             continue  # the beginning of the log is missing
         if line.logger.split(".")[0] in ("hpcrl", "root") and line.logger not in STARTING:
-            found[-1].ended = line.time
-            _read_line(found[-1], line)
-            if len(found) > 1 and (match := _RELAUNCH.match(line.text)):  # from the batch script
-                found[-1].relaunch, found[-2].reason = int(match[1]), match[2]
-    return found
+            story[-1].ended = line.time
+            _read_line(story[-1], line)
+            if len(story) > 1 and (match := _RELAUNCH.match(line.text)):  # from the batch script
+                story[-1].relaunch, story[-2].reason = int(match[1]), match[2]
+    return story
 
 
 def _read_line(attempt: Attempt, line: LogLine) -> None:
@@ -215,10 +215,10 @@ def _read_line(attempt: Attempt, line: LogLine) -> None:
         attempt.outcome, attempt.reason, attempt.reached = DONE, text, True
 
 
-def _add_errors(found: Sequence[Attempt], errors: Iterable[LogLine]) -> None:
+def _add_errors(story: Sequence[Attempt], errors: Iterable[LogLine]) -> None:
     """The first hang or failure in each attempt, of whatever rank; by time, which needs clocks that agree roughly."""
     for line in sorted(errors, key=lambda line: line.time):
-        attempt = next((one for one in reversed(found) if one.started and one.started <= line.time), None)
+        attempt = next((one for one in reversed(story) if one.started and one.started <= line.time), None)
         if attempt is None or attempt.outcome == FAILED:
             continue
         if match := _SILENT.search(line.text):
@@ -247,24 +247,24 @@ def _utc(seconds: float) -> str:
 def _add_slices(reached: Sequence[Attempt], slices: Sequence[Mapping[str, Any]], outputs: Sequence[BatchSlice]) -> None:
     """Slurm's job, restart and nodes. An entry of slices.json belongs to the last attempt that began with the
     checkpoint which it names; without that file, slices and attempts are paired if they are equally many."""
-    left = [part for part in slices if isinstance(part.get("job"), str) and isinstance(part.get("restart"), int)]
+    entries = [part for part in slices if isinstance(part.get("job"), str) and isinstance(part.get("restart"), int)]
     for attempt in reversed(reached):
         step = -1 if attempt.resumed_at is None else attempt.resumed_at
-        if left and left[-1].get("step") == step:
-            part = left.pop()
+        if entries and entries[-1].get("step") == step:
+            part = entries.pop()
             attempt.job, attempt.restart = part["job"], part["restart"]
     if not slices and len(outputs) == len(reached):
         for attempt, output in zip(reached, outputs, strict=True):
             attempt.job, attempt.restart = output.job, output.restart
     by_slice = {(output.job, output.restart): output for output in outputs}
     for attempt in reached:
-        found = by_slice.get((attempt.job, attempt.restart or 0))
-        if found is None:
+        batch = by_slice.get((attempt.job, attempt.restart or 0))
+        if batch is None:
             continue
-        attempt.nodes = found.nodes or attempt.nodes
-        attempt.last_step = found.last_step if attempt.last_step is None else attempt.last_step
-        if found.ended:
-            attempt.reason = found.ended if attempt.reason == NO_END else f"{attempt.reason}; {found.ended}"
+        attempt.nodes = batch.nodes or attempt.nodes
+        attempt.last_step = batch.last_step if attempt.last_step is None else attempt.last_step
+        if batch.ended:
+            attempt.reason = batch.ended if attempt.reason == NO_END else f"{attempt.reason}; {batch.ended}"
 
 
 def _add_end(last: Attempt, exit_record: Mapping[str, Any], last_sign: tuple[str, bool]) -> None:
@@ -285,8 +285,8 @@ def _add_end(last: Attempt, exit_record: Mapping[str, Any], last_sign: tuple[str
         last.reason = sign if still or last.reason == NO_END else f"{last.reason}; {sign}"
 
 
-def _add_losses(found: Sequence[Attempt]) -> None:
-    for index, attempt in enumerate(found):
-        following = next((later for later in found[index + 1 :] if later.reached), None)
+def _add_losses(story: Sequence[Attempt]) -> None:
+    for index, attempt in enumerate(story):
+        following = next((later for later in story[index + 1 :] if later.reached), None)
         if attempt.last_step is not None and following is not None:
             attempt.lost_steps = max(attempt.last_step - (following.resumed_at or 0), 0)

@@ -1,4 +1,6 @@
-"""Evaluations side by side: the level of each, and its paired difference to the first, over the problems of both."""
+"""Evaluations side by side: the level of each, and its paired difference to the first, over the problems of both.
+
+Means over problems have standard errors; their formulas are pure functions of arrays."""
 
 from __future__ import annotations
 
@@ -11,11 +13,97 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.observe.read.estimates import Difference, Estimate, ks_of, mean_over_problems, paired_difference, pass_at_k
 from hpcrl.observe.read.evaluation import Evaluation, Problem, Way, read_evaluations
 from hpcrl.runtime.exits import InputError
 
+Z = 1.959963984540054  # 97.5% quantile of the normal distribution
 POOLED = "all"  # the data source of the problems of all sources, each problem with the same weight
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over problems. standard_error: NaN for one problem, which has none."""
+
+    mean: float
+    standard_error: float
+    num_problems: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95% interval: mean -+ t * standard_error, with t of num_problems - 1 degrees of freedom."""
+        half = t_quantile(self.num_problems - 1) * self.standard_error
+        return self.mean - half, self.mean + half
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """The mean over problems of second minus first. wins: problems where the second is higher; losses: lower."""
+
+    wins: int
+    losses: int
+
+    @property
+    def ties(self) -> int:
+        return self.num_problems - self.wins - self.losses
+
+
+def mean_over_problems(values: np.ndarray) -> Estimate:
+    """Mean and standard error of one number per problem, such as the mean score of its samples.
+
+    values: float64 (P,). The standard error is sqrt(sum_i (v_i - mean)^2 / (P (P - 1))): that of the central limit
+    theorem for problems drawn from a larger population (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640).
+    The samples of a problem are one cluster, so it covers both the choice of the problems and the sampling of
+    responses; more samples per problem reduce the second part only.
+    """
+    count = len(values)
+    error = math.sqrt(float(np.var(values, ddof=1)) / count) if count > 1 else math.nan
+    return Estimate(float(np.mean(values)), error, count)
+
+
+def paired_difference(first: np.ndarray, second: np.ndarray) -> Difference:
+    """Mean and standard error of second - first over the same problems (Miller 2024: paired differences).
+
+    first, second: float64 (P,), one number per problem in the same order. What makes a problem easy or hard for both
+    cancels, so the standard error is usually smaller than that of two separate means.
+    """
+    change = second - first
+    estimate = mean_over_problems(change)
+    wins, losses = int(np.sum(change > 0)), int(np.sum(change < 0))
+    return Difference(estimate.mean, estimate.standard_error, estimate.num_problems, wins, losses)
+
+
+def pass_at_k(num_right: np.ndarray, n: int, k: int) -> np.ndarray:
+    """Unbiased estimate, per problem, of the probability that one of k samples is right.
+
+    num_right: int64 (P,), right samples of n. Returns float64 (P,): 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, equation 1). Raises ValueError unless
+    1 <= k <= n.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} samples; expected k between 1 and {n}")
+    counts, place = np.unique(num_right, return_inverse=True)
+    of_count = [1 - math.comb(n - right, k) / math.comb(n, k) for right in counts.tolist()]
+    return np.array(of_count)[place]
+
+
+def ks_of(n: int) -> list[int]:
+    """The k of pass@k: 1, 2, 4, ... below n, and n."""
+    return [2**power for power in range(n.bit_length()) if 2**power < n] + [n]
+
+
+def t_quantile(degrees: int) -> float:
+    """97.5% quantile of Student's t distribution (Abramowitz and Stegun 1964, 26.7.5): within 0.8% from 2 degrees of
+    freedom, 11% too small for one; NaN for none."""
+    if degrees < 1:
+        return math.nan
+    terms = (
+        Z,
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+        (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
+    )
+    return sum(term / degrees**power for power, term in enumerate(terms))
 
 
 @dataclass(frozen=True)
@@ -66,21 +154,11 @@ class Comparison:
                 for one in self.evaluations
             ],
             "levels": [
-                {
-                    **_named(level),
-                    "metrics": {name: _plain(found) for name, found in level.estimates.items()},
-                    "response_length": level.length,
-                    "truncated": level.truncated,
-                }
+                _row(level, level.estimates) | {"response_length": level.length, "truncated": level.truncated}
                 for level in self.levels
             ],
             "differences": [
-                {
-                    **_named(change),
-                    "baseline": self.evaluations[0].name,
-                    "metrics": {name: _plain(found) for name, found in change.differences.items()},
-                }
-                for change in self.changes
+                _row(change, change.differences, baseline=self.evaluations[0].name) for change in self.changes
             ],
             "notes": list(self.notes),
         }
@@ -128,10 +206,10 @@ def _by_group(evaluation: Evaluation) -> dict[tuple[Way, str], dict[Key, Problem
 
 def _levels(evaluation: Evaluation) -> Iterator[Level]:
     for (way, source), problems in _by_group(evaluation).items():
-        found = list(problems.values())
-        estimates = {name: mean_over_problems(values) for name, values in _metrics(evaluation, found).items()}
-        lengths = float(np.mean([problem.lengths for problem in found]))
-        truncated = sum(problem.truncated for problem in found) / (len(found) * way.n)
+        members = list(problems.values())
+        estimates = {name: mean_over_problems(values) for name, values in _metrics(evaluation, members).items()}
+        lengths = float(np.mean([problem.lengths for problem in members]))
+        truncated = sum(problem.truncated for problem in members) / (len(members) * way.n)
         yield Level(evaluation.name, source, way, estimates, lengths, truncated)
 
 
@@ -141,11 +219,11 @@ def _metrics(evaluation: Evaluation, problems: Sequence[Problem]) -> dict[str, n
     if any(problem.variable != variable for problem in problems):
         raise InputError(f"{evaluation.path}: {problems[0].source} has both acc and reward; evaluate again")
     values = np.array([problem.values for problem in problems], np.float64)
-    found = {variable: values.mean(axis=1)}
+    metrics = {variable: values.mean(axis=1)}
     if np.isin(values, (0, 1)).all():
         num_right = values.sum(axis=1).astype(np.int64)
-        found |= {f"pass@{k}": pass_at_k(num_right, way.n, k) for k in ks_of(way.n) if k > 1}
-    return found
+        metrics |= {f"pass@{k}": pass_at_k(num_right, way.n, k) for k in ks_of(way.n) if k > 1}
+    return metrics
 
 
 def _changes(first: Evaluation, other: Evaluation) -> Iterator[Change]:
@@ -229,18 +307,19 @@ def _num_problems(evaluation: Evaluation) -> int:
     return len(_digests(evaluation))
 
 
-def _named(row: Level | Change) -> dict[str, Any]:
-    return {"name": row.name, "data_source": row.source, "way": row.way._asdict()}
+def _row(row: Level | Change, estimates: Mapping[str, Estimate], **more: Any) -> dict[str, Any]:
+    metrics = {name: _plain(estimate) for name, estimate in estimates.items()}
+    return {"name": row.name, "data_source": row.source, "way": row.way._asdict(), **more, "metrics": metrics}
 
 
-def _plain(found: Estimate) -> dict[str, Any]:
-    low, high = found.interval
+def _plain(estimate: Estimate) -> dict[str, Any]:
+    low, high = estimate.interval
     row: dict[str, Any] = {
-        "mean": found.mean,
-        "standard_error": None if math.isnan(found.standard_error) else found.standard_error,
+        "mean": estimate.mean,
+        "standard_error": None if math.isnan(estimate.standard_error) else estimate.standard_error,
         "interval": None if math.isnan(low) else [low, high],
-        "num_problems": found.num_problems,
+        "num_problems": estimate.num_problems,
     }
-    if isinstance(found, Difference):
-        row |= {"wins": found.wins, "losses": found.losses, "ties": found.ties}
+    if isinstance(estimate, Difference):
+        row |= {"wins": estimate.wins, "losses": estimate.losses, "ties": estimate.ties}
     return row

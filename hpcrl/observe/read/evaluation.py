@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
-from hpcrl.observe.read.runlog import RunError, read_run
+from hpcrl.observe.read.runlog import RunError, read_run, with_different_names
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.foreign_files import parse_json, read_bytes, read_json
 
@@ -66,12 +66,7 @@ class Evaluation:
 
 def read_evaluations(paths: Sequence[str | os.PathLike[str]]) -> list[Evaluation]:
     """Read several evaluations; those of the same name are named by their paths."""
-    found = [read_evaluation(path) for path in paths]
-    names = [one.name for one in found]
-    return [
-        Evaluation(str(path), one.path, one.settings, one.problems) if names.count(one.name) > 1 else one
-        for path, one in zip(paths, found, strict=True)
-    ]
+    return with_different_names(paths, [read_evaluation(path) for path in paths])
 
 
 def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
@@ -136,14 +131,14 @@ def _problems(path: Path, content: bytes) -> Iterator[Problem]:
     seen = set()
     for number, line in enumerate(content.splitlines(), 1):
         try:
-            found = _problem(parse_json(line))
+            entry = _problem(parse_json(line))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"{path}, line {number}: not the results of a problem ({error}); evaluate again") from None
-        key = (found.file, found.row, found.way)
+        key = (entry.file, entry.row, entry.way)
         if key in seen:
-            raise InputError(f"{path}, line {number}: row {found.row} of {found.file} is there twice; evaluate again")
+            raise InputError(f"{path}, line {number}: row {entry.row} of {entry.file} is there twice; evaluate again")
         seen.add(key)
-        yield found
+        yield entry
     if not seen:
         raise InputError(f"{path} holds no problem; evaluate again")
 

@@ -1,4 +1,5 @@
-"""Log files of a run: of its ranks, `logs/rank_00003.log`, and Slurm's output of each slice, `slurm-<job>.out`."""
+"""Log files of a run: of its ranks, `logs/rank_00003.log`, Slurm's output of each slice, `slurm-<job>.out`, and slow
+ranks, `stragglers.jsonl`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcrl.sandbox.foreign_files import is_folder, read_end
+from hpcrl.sandbox.foreign_files import is_folder, parse_json, read_end, read_text
 from hpcrl.sandbox.new_files import read_json_or
 
 MOST_BYTES = 16 * 2**20  # of one log that are read: its end
@@ -150,3 +151,32 @@ def _slices(text: str) -> list[BatchSlice]:
         elif found := _PROGRESS.search(line):
             slices[-1].last_step = int(found[1])
     return slices
+
+
+STRAGGLERS_FILE = "stragglers.jsonl"  # of hpcrl.runtime.watchdog, which imports mpi4py
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that was slower than its peers in a phase, and how many times as long it was busy."""
+
+    step: int
+    rank: int
+    node: str
+    phase: str
+    ratio: float
+
+
+def read_stragglers(run: Path) -> Iterator[Straggler]:
+    """Those that the run has logged; none if the file is missing."""
+    try:
+        text = read_text(run / STRAGGLERS_FILE, errors="replace")
+    except OSError:
+        return
+    for line in text.split("\n"):
+        try:
+            record = parse_json(line)
+            step, rank, ratio = int(record["step"]), int(record["rank"]), float(record["ratio"])
+            yield Straggler(step, rank, str(record["node"]), str(record["phase"]), ratio)
+        except (ValueError, KeyError, TypeError):
+            continue  # the last line of a run that continues may be torn

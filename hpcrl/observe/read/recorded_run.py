@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ from hpcrl.observe.read.logs import (
     MOST_BYTES,
     MOST_BYTES_IN_ALL,
     LogLine,
+    Straggler,
     WarningGroup,
     batch_slices,
     group_warnings,
     log_files,
     read_log,
+    read_stragglers,
     shorten,
 )
-from hpcrl.observe.read.runlog import RunError, RunLog, read_run
+from hpcrl.observe.read.runlog import RunError, RunLog, read_run, with_different_names
 from hpcrl.observe.read.samples import recorded_steps
-from hpcrl.observe.read.stragglers import Straggler, read_stragglers
 from hpcrl.observe.read.token_text import read_config
 from hpcrl.runtime import rank_status
 from hpcrl.runtime.exits import InputError
@@ -84,18 +86,13 @@ class RecordedRun:
 
 def read_recorded_runs(paths: Sequence[str]) -> list[RecordedRun]:
     """Read the runs; of those in folders of the same name, the names are the paths. Raises InputError, one line."""
-    runs = [read_recorded_run(Path(path)) for path in paths]
-    names = [run.name for run in runs]
-    return [
-        replace(run, name=str(path)) if names.count(run.name) > 1 else run
-        for path, run in zip(paths, runs, strict=True)
-    ]
+    return with_different_names(paths, [read_recorded_run(Path(path)) for path in paths])
 
 
 def read_recorded_run(folder: Path) -> RecordedRun:
     if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing"
-        raise InputError(f"{folder}: found {found}; expected the folder of a run, <run.dir>/<run.name>")
+        what = "a file" if folder.exists() else "nothing"
+        raise InputError(f"{folder}: found {what}; expected the folder of a run, <run.dir>/<run.name>")
     if not any((folder / name).exists() for name in KNOWN):
         raise InputError(f"{folder}: found none of {', '.join(KNOWN)}; expected the folder of a run")
     notes: list[str] = []
@@ -155,10 +152,10 @@ def _log_lines(folder: Path, notes: list[str]) -> tuple[list[LogLine], list[LogL
     files = log_files(folder)
     if not files:
         notes.append("logs: no rank's log is there")
-    left = MOST_BYTES_IN_ALL
+    bytes_to_read = MOST_BYTES_IN_ALL
     for rank, path in files.items():
         try:
-            most = min(MOST_BYTES, left)
+            most = min(MOST_BYTES, bytes_to_read)
             size = path.lstat().st_size
             if size > most:
                 notes.append(f"{path.name}: only the last {most / 2**20:.0f} of {size / 2**20:.0f} MiB were read")
@@ -166,7 +163,7 @@ def _log_lines(folder: Path, notes: list[str]) -> tuple[list[LogLine], list[LogL
         except OSError as error:
             notes.append(f"{path.name} cannot be read: {error.strerror}")
             continue
-        left -= min(size, most)
+        bytes_to_read -= min(size, most)
         if rank == 0:
             rank_0 = lines
         serious += [line for line in lines if line.level in LEVELS]
@@ -220,8 +217,8 @@ def _hangs(folder: Path) -> Iterator[str]:
 def _checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
     place = folder / "checkpoints"
     paths = place.glob("step_*") if is_folder(place, folder) else ()
-    found = sorted(path for path in paths if path.name[5:].isdigit() and is_folder(path, folder))
-    for path in found[-MOST_CHECKPOINTS:]:
+    folders = sorted(path for path in paths if path.name[5:].isdigit() and is_folder(path, folder))
+    for path in folders[-MOST_CHECKPOINTS:]:
         files = read_json_or(path / "manifest.json", {}, folder).get("files")
         try:
             gib = sum(int(entry["bytes"]) for entry in files) / 2**30
@@ -233,16 +230,14 @@ def _checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
 MOST_KEYS = 5000
 
 
-def flatten(tree: Any, prefix: str = "", left: list[int] | None = None) -> dict[str, Any]:
+def flatten(tree: Any) -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}, up to MOST_KEYS keys: aliases of YAML make large trees of small files."""
-    left = left if left is not None else [MOST_KEYS]
-    flat: dict[str, Any] = {}
+    return dict(islice(_leaves(tree, ""), MOST_KEYS))
+
+
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items() if isinstance(tree, dict) else ():
-        if left[0] <= 0:
-            break
         if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.", left)
+            yield from _leaves(value, f"{prefix}{key}.")
         else:
-            left[0] -= 1
-            flat[f"{prefix}{key}"] = value
-    return flat
+            yield f"{prefix}{key}", value

@@ -6,15 +6,19 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any, TypeVar
 
 from hpcrl.sandbox.foreign_files import ForeignFileError, is_folder, open_file, parse_json, read_end, read_text
 
 TAIL_BYTES = 1 << 17  # about 30 steps
 MOST_TAIL = 1 << 25  # a file without rows in this many bytes has none
 MOST_BYTES = 1 << 30  # of metrics.jsonl
+
+
+Named = TypeVar("Named", bound=Any)  # a dataclass with a name
 
 
 class RunError(ValueError):
@@ -36,19 +40,43 @@ class RunLog:
         """(step, value) of the steps that have `key`."""
         return [(step, row[key]) for step, row in self.rows.items() if key in row]
 
+    def training(self, key: str) -> list[tuple[int, float]]:
+        """Its finite values in training steps: step 0 is validation before training."""
+        return [(step, value) for step, value in self.series(key) if step > 0 and math.isfinite(value)]
+
+    def phases(self) -> dict[str, dict[int, float]]:
+        """Phase -> training step -> seconds, without phases inside phases. The phase `step` contains most others."""
+        tags = [tag for tag in self.tags() if re.fullmatch(r"timing_s/[^/]+", tag)]
+        seconds = {tag.removeprefix("timing_s/"): dict(self.training(tag)) for tag in tags}
+        return {phase: of_steps for phase, of_steps in seconds.items() if of_steps}
+
     def between(self, start: int | None, stop: int | None) -> RunLog:
         """Steps from `start` to `stop`, both included; None is open."""
         low, high = -math.inf if start is None else start, math.inf if stop is None else stop
         return RunLog(self.name, {step: row for step, row in self.rows.items() if low <= step <= high})
 
 
+def step_range(text: str) -> tuple[int | None, int | None] | None:
+    """First and last step of `A:B`, `A:`, `:B` or one step, None where it is open. None for other texts."""
+    match = re.fullmatch(r"(\d+)|(\d*):(\d*)", text)
+    if match is None:
+        return None
+    one, first, last = (int(digits) if digits else None for digits in match.groups())
+    return (first, last) if one is None else (one, one)
+
+
 def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
     """Read several runs; runs in folders of the same name are named by their paths."""
     paths = list(paths)
-    runs = [read_run(path) for path in paths]
+    return with_different_names(paths, [read_run(path) for path in paths])
+
+
+def with_different_names(paths: Iterable[str | os.PathLike[str]], runs: Sequence[Named]) -> list[Named]:
+    """The runs, or what else has a name; those of one name are named by their paths."""
     names = [run.name for run in runs]
     return [
-        RunLog(str(path), run.rows) if names.count(run.name) > 1 else run for path, run in zip(paths, runs, strict=True)
+        replace(run, name=str(path)) if names.count(run.name) > 1 else run
+        for path, run in zip(paths, runs, strict=True)
     ]
 
 

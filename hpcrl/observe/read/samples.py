@@ -35,12 +35,12 @@ class ArchivedTurn(NamedTuple):
     @staticmethod
     def labels(turns: Sequence[ArchivedTurn]) -> dict[int, str]:
         """A line to show before each of these tokens."""
-        found: dict[int, str] = {}
+        lines: dict[int, str] = {}
         for number, turn in enumerate(turns, 1):
-            found[turn.start] = f"[turn {number}{'' if turn.reward is None else f', reward {turn.reward:g}'}]"
+            lines[turn.start] = f"[turn {number}{'' if turn.reward is None else f', reward {turn.reward:g}'}]"
             if turn.answer < turn.end:
-                found[turn.answer] = f"[answer to turn {number}]"
-        return found
+                lines[turn.answer] = f"[answer to turn {number}]"
+        return lines
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +72,13 @@ class Sample:
     entropies: np.ndarray | None
     response_mask: np.ndarray | None = None
     turns: tuple[ArchivedTurn, ...] = ()
+
+    @property
+    def gap(self) -> np.ndarray | None:
+        """Log-prob of each token in the rollout engine minus that of training."""
+        if self.rollout_log_probs is None or self.old_log_probs is None:
+            return None
+        return self.rollout_log_probs - self.old_log_probs
 
 
 def recorded_steps(run: Path) -> list[int]:
@@ -180,12 +187,12 @@ class StepArchive:
         return ids[:length], ids[length:]
 
     def _parts(self, index: int, turns: Sequence[ArchivedTurn]) -> dict[str, Any]:
-        found = {name: float(self._value(index, name, math.nan)) for name in SCORES}
+        scores = {name: float(self._value(index, name, math.nan)) for name in SCORES}
         try:
             extras = parse_json(self._value(index, "extras", "{}"))
         except (ValueError, TypeError):
             extras = {}
-        parts: dict[str, Any] = {name: number for name, number in found.items() if not math.isnan(number)}
+        parts: dict[str, Any] = {name: number for name, number in scores.items() if not math.isnan(number)}
         if any(turn.reward for turn in turns[:-1]):
             parts["turn_rewards"] = " ".join(f"{turn.reward:g}" for turn in turns)
         return parts | (extras if isinstance(extras, dict) else {})

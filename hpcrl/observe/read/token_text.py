@@ -51,8 +51,8 @@ class TokenText:
         if self._tokenizer is None:
             return [f"{token} " for token in ids]
         text = self.decode(ids)
-        found = self._streamed(ids)
-        return found if "".join(found) == text else self._aligned(ids, text)
+        texts = self._streamed(ids)
+        return texts if "".join(texts) == text else self._aligned(ids, text)
 
     def _streamed(self, ids: Sequence[int]) -> list[str]:
         """As far as the package's decoder for streams decodes them, which expects text that its tokenizer has made."""
@@ -135,15 +135,15 @@ def read_config(run: Path) -> dict[str, Any]:
     try:
         text = read_text(run / "config.yaml", most=MOST_CONFIG)
         try:
-            found = _loaded(getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text))
+            tree = _loaded(getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text))
         except yaml.YAMLError:
             if "\\u" not in text:
                 raise
             # libyaml, which is fast, rejects the escape of an unpaired surrogate
-            found = _loaded(yaml.SafeLoader(text))
+            tree = _loaded(yaml.SafeLoader(text))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _loaded(loader: Any) -> Any:

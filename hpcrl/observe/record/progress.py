@@ -177,11 +177,11 @@ class Progress:
 
 def validation_means(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Metric, such as acc/mean@4, -> data source -> value; both in alphabetical order."""
-    found: dict[str, dict[str, float]] = {}
+    means: dict[str, dict[str, float]] = {}
     for name in sorted(metrics):
         if tag := MEAN.fullmatch(name):
-            found.setdefault(tag["metric"], {})[tag["source"]] = metrics[name]
-    return dict(sorted(found.items()))
+            means.setdefault(tag["metric"], {})[tag["source"]] = metrics[name]
+    return dict(sorted(means.items()))
 
 
 def validation_lines(metrics: Mapping[str, float]) -> list[str]:

@@ -48,22 +48,22 @@ class MlflowTracker:
         self._client = MlflowClient(tracking_uri=uri)
         experiment = self._experiment(local)
         parameters = {_name(key): _text(value) for key, value in self._tracked.parameters.items()}
-        found = self._client.search_runs(
+        runs = self._client.search_runs(
             [experiment],
             filter_string=f"tags.`{ID_TAG}` = '{self._tracked.id}'",
             run_view_type=ViewType.ACTIVE_ONLY,
             order_by=["attributes.start_time DESC"],
         )
-        last = _last_step(found[0], history) if len(found) == 1 and found[0].data.params == parameters else None
+        last = _last_step(runs[0], history) if len(runs) == 1 and runs[0].data.params == parameters else None
         if last is not None:
-            self._run_id = found[0].info.run_id
+            self._run_id = runs[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             return last
-        for run in found:
+        for run in runs:
             self._client.delete_run(run.info.run_id)
         tags = {ID_TAG: self._tracked.id, "mlflow.source.name": writable(str(self._tracked.folder))}
-        made = self._client.create_run(experiment, tags=tags, run_name=self._tracked.name)
-        self._run_id = made.info.run_id
+        created = self._client.create_run(experiment, tags=tags, run_name=self._tracked.name)
+        self._run_id = created.info.run_id
         params = [Param(key, value) for key, value in parameters.items()]
         for start in range(0, len(params), PARAMETERS_PER_REQUEST):
             self._client.log_batch(self._run_id, params=params[start : start + PARAMETERS_PER_REQUEST])
@@ -88,16 +88,16 @@ class MlflowTracker:
     def _experiment(self, folder: Path | None) -> str:
         """The id of the project's experiment, which is made if it does not exist; artifacts go to `folder`."""
         name = self._tracked.project
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 location = None if folder is None else (folder / "artifacts").as_uri()
                 return str(self._client.create_experiment(name, artifact_location=location))
             except Exception:
-                found = self._client.get_experiment_by_name(name)  # another run may have made it meanwhile
-                if found is None:
+                experiment = self._client.get_experiment_by_name(name)  # another run may have made it meanwhile
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
 
 def _local_store(folder: Path) -> str:
@@ -122,9 +122,9 @@ def _last_step(run: Any, history: Sequence[Row]) -> int | None:
     last = max((metric.step for metric in latest), default=-1)
     if last == -1:
         return -1
-    wanted = {_name(key): value for row in history if row.step == last for key, value in row.metrics.items()}
+    logged = {_name(key): value for row in history if row.step == last for key, value in row.metrics.items()}
     stored = {metric.key: run.data.metrics[metric.key] for metric in latest if metric.step == last}
-    same = stored.keys() == wanted.keys() and all(_equal(stored[key], value) for key, value in wanted.items())
+    same = stored.keys() == logged.keys() and all(_equal(stored[key], value) for key, value in logged.items())
     return last if same else None
 
 

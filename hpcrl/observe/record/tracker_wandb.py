@@ -91,8 +91,8 @@ def read_records(path: Path) -> Iterator[bytes]:
     data = path.read_bytes()
     offset, record = 7, b""
     while offset + 7 <= len(data):
-        if (left := BLOCK_BYTES - offset % BLOCK_BYTES) < 7:  # the rest of a block that has no room for a header
-            offset += left
+        if (room := BLOCK_BYTES - offset % BLOCK_BYTES) < 7:  # the rest of a block that has no room for a header
+            offset += room
             continue
         length, kind = struct.unpack_from("<HB", data, offset + 4)
         fragment = data[offset + 7 : offset + 7 + length]

@@ -98,11 +98,11 @@ def run_id(folder: Path) -> str:
     path = folder / ID_FILE
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    made = blake2b(f"{os.uname().nodename}:{folder}:{time.time_ns()}".encode(errors=ERRORS), digest_size=8).hexdigest()
+    name = blake2b(f"{os.uname().nodename}:{folder}:{time.time_ns()}".encode(errors=ERRORS), digest_size=8).hexdigest()
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps({"id": name}) + "\n", encoding="utf-8")
     os.replace(temporary, path)
-    return made
+    return name
 
 
 class Trackers:

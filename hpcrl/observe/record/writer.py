@@ -134,9 +134,9 @@ class MetricsWriter:
         end = os.fstat(self._lines.fileno()).st_size
         with self._ignoring_disk_errors():
             try:
-                left = memoryview(self._waiting)
-                while left:
-                    left = left[self._lines.write(left) :]
+                unwritten = memoryview(self._waiting)
+                while unwritten:
+                    unwritten = unwritten[self._lines.write(unwritten) :]
                 os.fsync(self._lines.fileno())
             except OSError:
                 os.ftruncate(self._lines.fileno(), end)  # a partial line would corrupt the next one
@@ -184,15 +184,15 @@ def _drop_steps_from(path: Path, step: int) -> int:
     if not path.exists():
         return -1
     text = path.read_text(encoding="utf-8", errors="replace")
-    kept, last = [], -1
+    whole_lines, last = [], -1
     for line in text.splitlines(keepends=True):
         number = _step_of(line)
         if number is not None and last < number < step:
-            kept.append(line)
+            whole_lines.append(line)
             last = number
-    if "".join(kept) != text:
+    if "".join(whole_lines) != text:
         with draft_of(path) as draft:
-            draft.write_text("".join(kept), encoding="utf-8")
+            draft.write_text("".join(whole_lines), encoding="utf-8")
             fsync(draft)
     return last
 

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hpcrl.observe.read.recorded_run import RecordedRun
 from hpcrl.observe.read.runlog import RunLog, SeedMean, seed_mean, without_seed_number
 from hpcrl.observe.record.archive import read_records
 from hpcrl.observe.trace.records import TraceError, decode, trace_paths
+
+Item = TypeVar("Item")
 
 MOST_POINTS, POINTS_IN_ALL = 2000, 7000  # of one curve, of all; of longer runs, evenly spaced steps are shown
 FEWEST_POINTS = 100
@@ -85,11 +87,11 @@ def number(value: float | None) -> float | int | None:
     return float(f"{value:.{DIGITS}g}")
 
 
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, the first and the last among them."""
-    if count <= most:
-        return list(range(count))
-    return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
+def evenly_spaced(items: Sequence[Item], most: int) -> list[Item]:
+    """At most `most` of the items, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[place] for place in sorted({round(index * (len(items) - 1) / (most - 1)) for index in range(most)})]
 
 
 def group_seeds(runs: Sequence[RecordedRun], by_name: bool = False) -> list[tuple[str, list[int]]]:
@@ -100,16 +102,16 @@ def group_seeds(runs: Sequence[RecordedRun], by_name: bool = False) -> list[tupl
         config = {key: str(value) for key, value in run.config.items() if key not in NAMING}
         key = without_seed_number(run.name) if by_name or not config else frozenset(config.items())
         groups.setdefault(key, []).append(index)
-    names = [runs[found[0]].name if len(found) == 1 else _shared(runs, found) for found in groups.values()]
+    names = [runs[members[0]].name if len(members) == 1 else _shared(runs, members) for members in groups.values()]
     return [
-        (name if names.count(name) == 1 else runs[found[0]].name, found)
-        for name, found in zip(names, groups.values(), strict=True)
+        (name if names.count(name) == 1 else runs[members[0]].name, members)
+        for name, members in zip(names, groups.values(), strict=True)
     ]
 
 
-def _shared(runs: Sequence[RecordedRun], found: Sequence[int]) -> str:
-    stems = list(dict.fromkeys(without_seed_number(runs[index].name) for index in found))
-    return f"{' + '.join(stems[:3])} ({len(found)} seeds)"
+def _shared(runs: Sequence[RecordedRun], members: Sequence[int]) -> str:
+    stems = list(dict.fromkeys(without_seed_number(runs[index].name) for index in members))
+    return f"{' + '.join(stems[:3])} ({len(members)} seeds)"
 
 
 def points_of(count: int) -> int:
@@ -120,22 +122,16 @@ def points_of(count: int) -> int:
 def panels_of(logs: Sequence[RunLog]) -> list[dict[str, Any]]:
     """The panels for which one of the runs has values."""
     tags = sorted({tag for log in logs for tag in log.tags()})
-    found = []
+    panels = []
     for panel in PANELS:
         matches = [[tag for tag in tags if re.fullmatch(pattern, tag)] for pattern in panel.keys]
         if panel.any_of:
             matches = [tags_of_one for tags_of_one in matches if tags_of_one][:1]
         keys = list(dict.fromkeys(tag for tags_of_one in matches for tag in tags_of_one))
         if keys:
-            shown: dict[str, Any] = {
-                "section": panel.section,
-                "title": panel.title,
-                "unit": panel.unit,
-                "keys": keys[:MOST_KEYS],
-            }
-            shown |= {"anchor": anchor(panel.title), "is_flat": is_flat(logs, keys[:MOST_KEYS])}
-            found.append(shown | {"left_out": keys[MOST_KEYS:]})
-    return found
+            shown = {"keys": keys[:MOST_KEYS], "left_out": keys[MOST_KEYS:], "anchor": anchor(panel.title)}
+            panels.append(panel._asdict() | shown | {"is_flat": is_flat(logs, keys[:MOST_KEYS])})
+    return panels
 
 
 def is_flat(logs: Sequence[RunLog], keys: Sequence[str]) -> bool:
@@ -162,9 +158,9 @@ def _curve(name: str, members: list[int], logs: Sequence[RunLog], keys: Sequence
     logs = [RunLog(log.name, {step: _only(row, keys) for step, row in log.rows.items()}) for log in logs]
     log = logs[0] if len(logs) == 1 else seed_mean(name, logs)
     steps = [step for step, row in log.rows.items() if row]
-    chosen = [steps[index] for index in evenly_spaced(len(steps), points)]
+    chosen = evenly_spaced(steps, points)
     values = {key: [number(log.rows[step].get(key)) for step in chosen] for key in keys}
-    values = {key: found for key, found in values.items() if any(value is not None for value in found)}
+    values = {key: series for key, series in values.items() if any(value is not None for value in series)}
     curve: dict[str, Any] = {"name": name, "runs": members, "steps": chosen, "num_steps": len(steps), "values": values}
     if isinstance(log, SeedMean):
         curve["band"] = {key: [number(log.deviations[step].get(key)) for step in chosen] for key in values}
@@ -177,30 +173,23 @@ def _only(row: Mapping[str, float], keys: Sequence[str]) -> dict[str, float]:
 
 def phases_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
     """Seconds per phase of the training steps: the phases that take most, then all others and the rest of the step."""
-    prefix = "timing_s/"
-    steps = [step for step, row in log.rows.items() if step > 0 and f"{prefix}step" in row]
-    totals: dict[str, float] = {}
-    for step in steps:
-        for tag, value in log.rows[step].items():
-            phase = tag.removeprefix(prefix)
-            if phase != tag and "/" not in phase and phase != "step" and math.isfinite(value):
-                totals[phase] = totals.get(phase, 0.0) + value
+    steps = [step for step, _ in log.series("timing_s/step") if step > 0]
+    phases = {phase: seconds for phase, seconds in log.phases().items() if seconds.keys() & steps}
+    wholes = phases.pop("step", {})
+    totals = {phase: sum(seconds.get(step, 0.0) for step in steps) for phase, seconds in phases.items()}
     ordered = sorted(totals, key=lambda phase: -totals[phase])
     named = ordered if len(ordered) <= MOST_PHASES else ordered[: MOST_PHASES - 1]
-    chosen = [steps[index] for index in evenly_spaced(len(steps), points)]
-    rows = [{phase: _finite(log.rows[step].get(prefix + phase)) for phase in ordered} for step in chosen]
+    chosen = evenly_spaced(steps, points)
+    rows = [{phase: phases[phase].get(step, 0.0) for phase in ordered} for step in chosen]
     seconds = {phase: [number(row[phase]) for row in rows] for phase in named}
     if others := ordered[len(named) :]:
         seconds["other phases"] = [number(sum(row[phase] for phase in others)) for row in rows]
     if chosen:
-        wholes = [_finite(log.rows[step].get(f"{prefix}step")) for step in chosen]
         inside = [sum(value for phase, value in row.items() if phase not in AROUND_STEPS) for row in rows]
-        seconds["rest of the step"] = [number(max(a - b, 0.0)) for a, b in zip(wholes, inside, strict=True)]
+        seconds["rest of the step"] = [
+            number(max(wholes.get(step, 0.0) - within, 0.0)) for step, within in zip(chosen, inside, strict=True)
+        ]
     return {"steps": chosen, "seconds": seconds}
-
-
-def _finite(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) else 0.0
 
 
 def busy_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
@@ -209,12 +198,12 @@ def busy_of(log: RunLog, points: int = MOST_POINTS) -> dict[str, Any]:
     tags = [tag for tag in log.tags() if tag.startswith(prefix) and tag.endswith("/max")]
     names = [tag.removeprefix(prefix).removesuffix("/max") for tag in tags]
     steps = [step for step, row in log.rows.items() if any(tag in row for tag in tags)]
-    chosen = [steps[index] for index in evenly_spaced(len(steps), points // 2)]
+    chosen = evenly_spaced(steps, points // 2)
     phases = {
         name: {end: [number(log.rows[step].get(f"{prefix}{name}/{end}")) for step in chosen] for end in ends}
         for name in names
     }
-    totals = {name: sum(value or 0 for value in found["max"]) for name, found in phases.items()}
+    totals = {name: sum(value or 0 for value in ends_of["max"]) for name, ends_of in phases.items()}
     ordered = sorted(phases, key=lambda name: -totals[name])
     return {"steps": chosen, "phases": {name: phases[name] for name in ordered}}
 
@@ -237,20 +226,20 @@ def rank_times(run: Path, slow: Sequence[int], notes: list[str]) -> list[RankTim
     """The times of the ranks, in their order; [] for a run without traces. `slow`: ranks that must be among them."""
     paths = trace_paths(run)
     ranks = list(paths)
-    chosen = {ranks[index] for index in evenly_spaced(len(ranks), MOST_RANKS)} | (set(slow) & set(ranks))
+    chosen = {*evenly_spaced(ranks, MOST_RANKS)} | (set(slow) & set(ranks))
     if len(chosen) < len(ranks):
         notes.append(f"busy time: {len(chosen)} of {len(ranks)} ranks are shown")
-    found: list[RankTimes] = []
-    left = MOST_TRACE_BYTES
+    of_ranks: list[RankTimes] = []
+    bytes_to_read = MOST_TRACE_BYTES
     for rank in sorted(chosen, key=lambda rank: (rank not in slow, rank)):
-        left -= paths[rank].lstat().st_size
-        if left < 0:
-            notes.append(f"busy time: traces of {len(chosen) - len(found)} ranks are not read, which are too large")
+        bytes_to_read -= paths[rank].lstat().st_size
+        if bytes_to_read < 0:
+            notes.append(f"busy time: traces of {len(chosen) - len(of_ranks)} ranks are not read, which are too large")
             break
         times = _read_rank(rank, paths[rank], run, notes)
         if times.busy:
-            found.append(times)
-    return sorted(found, key=lambda times: times.rank)
+            of_ranks.append(times)
+    return sorted(of_ranks, key=lambda times: times.rank)
 
 
 def _read_rank(rank: int, path: Path, run: Path, notes: list[str]) -> RankTimes:

@@ -1,4 +1,5 @@
-"""`hpcrl report`: what the folders of runs hold, as one HTML page that loads nothing and runs no code but its own.
+"""`hpcrl report`: what the folders of runs hold, as one HTML page that loads nothing and runs no code but its own;
+or their metrics, as tables or as a picture.
 
 Values are JSON in a script element that no browser executes; the page's script writes them into the document as text
 only. A Content-Security-Policy allows the inlined scripts and styles by their hashes, and no connection at all.
@@ -13,6 +14,7 @@ import json
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -22,7 +24,9 @@ from typing import Any, NoReturn
 from hpcrl.observe.read.attempts import RUNNING
 from hpcrl.observe.read.logs import shorten
 from hpcrl.observe.read.recorded_run import RecordedRun, read_recorded_runs
+from hpcrl.observe.read.runlog import RunError, RunLog, over_seeds, read_runs, step_range
 from hpcrl.observe.record.progress import duration
+from hpcrl.observe.report import tables
 from hpcrl.observe.report.charts import (
     RankTimes,
     busy_of,
@@ -49,6 +53,7 @@ MOST_ATTEMPTS = 500  # the last ones
 LONGEST_VALUE = 300  # characters of a config value
 MOST_RANK_STEPS = 300  # columns of the heat map of ranks
 
+PICTURES = (".png", ".pdf", ".svg")  # ends of --out
 HEADLINES = ("critic/score/mean", "train/accuracy", "rewards/accuracies", "train/loss")  # the first that a run has
 
 
@@ -101,7 +106,7 @@ def _run(run: RecordedRun, room: int, points: int) -> dict[str, Any]:
 def _rank_rows(ranks: Sequence[RankTimes]) -> dict[str, Any]:
     """Busy seconds by rank, in the steps that any of the ranks recorded."""
     recorded = sorted({step for times in ranks for step in times.busy})
-    steps = [recorded[index] for index in evenly_spaced(len(recorded), MOST_RANK_STEPS)]
+    steps = evenly_spaced(recorded, MOST_RANK_STEPS)
     rows = [
         {"rank": times.rank, "node": times.node, "seconds": [number(times.busy.get(step)) for step in steps]}
         for times in ranks
@@ -111,22 +116,20 @@ def _rank_rows(ranks: Sequence[RankTimes]) -> dict[str, Any]:
 
 def _summary(run: RecordedRun) -> dict[str, Any]:
     """The row of the run in the table at the top."""
-    rows = [row for step, row in run.log.rows.items() if step > 0]
     steps = list(run.log.rows)
-    headline = next((key for key in HEADLINES if any(key in row for row in rows)), None)
-    values = [row[headline] for row in rows if headline in row] if headline else []
-    seconds = [row["timing_s/step"] for row in rows if "timing_s/step" in row]
-    speeds = [row["perf/throughput"] for row in rows if "perf/throughput" in row]
+    headline = next((key for key in HEADLINES if run.log.training(key)), "")
+    of_keys = (run.log.training(key) for key in (headline, "timing_s/step", "perf/throughput"))
+    values, seconds, speeds = ([value for _, value in series] for series in of_keys)
     return {
         "step": steps[-1] if steps else None,
         "total": run.total_steps,
         "attempts": len(run.attempts),
         "lost": sum(attempt.lost_steps or 0 for attempt in run.attempts),
-        "headline": headline,
+        "headline": headline or None,
         "first": number(values[0]) if values else None,
         "last": number(values[-1]) if values else None,
         "best": number(max(values)) if values else None,
-        "time": duration(sum(value for value in seconds if value == value)) if seconds else None,
+        "time": duration(sum(seconds)) if seconds else None,
         "seconds_per_step": number(sum(seconds) / len(seconds)) if seconds else None,
         "throughput": number(speeds[-1]) if speeds else None,
         "ranks": next((attempt.ranks for attempt in reversed(run.attempts) if attempt.ranks), None),
@@ -207,39 +210,92 @@ def report_main(arguments: Sequence[str]) -> NoReturn:
     parser = ArgumentParser(
         prog="hpcrl report",
         description="What the folders of runs hold, as one HTML page that opens from disk: curves, times, slices, "
-        "warnings and samples. Needs neither torch nor MPI, and disturbs no job.",
+        "warnings and samples. Or their metrics, as a picture or as text. Needs neither torch nor MPI, and disturbs "
+        "no job.",
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, <run.dir>/<run.name>")
-    parser.add_argument("--out", metavar="FILE", default="report.html", help="page to write (%(default)s)")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+",
+        help="a run's folder, <run.dir>/<run.name>; in place of a page also from a metrics.jsonl or an event file",
+    )  # fmt: skip
+    out = "page to write (%(default)s); a name that ends with .png, .pdf or .svg: picture of the curves"
+    parser.add_argument("--out", metavar="FILE", default="report.html", help=out)
     parser.add_argument(
         "--seeds",
         action="store_true",
         help="show runs NAME_0, NAME_1, ... as their mean with a band, whatever their configs; without it, runs whose "
         "configs differ in the seed only",
     )
-    parsed = parser.parse_args(arguments)
+    text = parser.add_argument_group("metrics as text, in place of a page")
+    text.add_argument("--text", action="store_true", help="a summary: steps, time, validation, seconds per phase")
+    of_scalars = "first, last, min, max and mean of the last 10 values of the usual metrics, or:"
+    text.add_argument("--scalars", action="store_true", help=of_scalars)
+    text.add_argument("--keys", metavar="REGEX", help="metrics in whose key this is found; in a picture, a panel each")
+    text.add_argument("--steps", metavar="A:B", help="of steps A to B, both included; either may be left out")
+    shape = text.add_mutually_exclusive_group()
+    shape.add_argument("--every", type=int, metavar="N", help="the values of every N-th step")
+    shape.add_argument("--last", action="store_true", help="the last values, one column per run")
+    text.add_argument("--csv", action="store_true", help="comma-separated values")
+    options = parser.parse_args(arguments)
+    is_picture = Path(options.out).suffix in PICTURES
+    has_scalars = options.scalars or options.csv or options.last or options.every is not None
+    has_scalars |= options.keys is not None and not is_picture
+    has_scalars |= options.steps is not None and not (is_picture or options.text)
     with exits.one_line_for_user_errors():
-        runs = write_report(parsed.runs, Path(parsed.out), by_name=parsed.seeds)
-        for run in runs:
-            sentences = " ".join(finding.text for finding in verdict_of(run).sentences)
-            print(printable(f"{run.name}: {sentences}", one_line=True))
-        size = Path(parsed.out).stat().st_size / 1e6
-        print(f"{printable(parsed.out)}: {size:.1f} MB, {len(runs)} run{'s' * (len(runs) > 1)}")
+        if not (is_picture or options.text or has_scalars):
+            _print_verdicts(options)
+            sys.exit(exits.DONE)
+        runs = _logs(options)
+        if is_picture:
+            from hpcrl.observe.report.pictures import plot_runs, save_picture
+
+            save_picture(lambda: plot_runs(runs, options.keys), Path(options.out), "--out")
+            print(printable(options.out))
+        texts = [printable(tables.summary(run)) for run in runs if options.text]
+        if has_scalars:
+            every, last = options.every, options.last
+            texts.append(tables.scalars(runs, options.keys, every=every, last=last, as_csv=options.csv))
+        if texts:
+            print("\n\n".join(texts))
     sys.exit(exits.DONE)
 
 
-def write_report(runs: Sequence[str], out: Path, *, by_name: bool = False) -> list[RecordedRun]:
-    """Write the page of the runs; returns those that it shows. Raises InputError, one line."""
+def _logs(options: Namespace) -> list[RunLog]:
+    """The metrics of the runs in the steps that the options name."""
+    if options.every is not None and options.every < 1:
+        raise RunError(f"--every {options.every}: expected a number of steps, 1 or more")
+    steps = (None, None) if options.steps is None else step_range(options.steps)
+    if steps is None:
+        raise RunError(f"--steps {options.steps!r}: expected A:B, A:, :B or one step")
+    runs = [run.between(*steps) for run in read_runs(options.runs)]
+    if not any(run.rows for run in runs):
+        raise RunError(f"no run has a step in --steps {options.steps}")
+    return over_seeds(runs) if options.seeds else runs
+
+
+def _print_verdicts(options: Namespace) -> None:
+    """Write the page, and print what its first lines say of each run."""
+    out = Path(options.out)
+    runs = write_report(options.runs, out, by_name=options.seeds)
+    for run in runs:
+        sentences = " ".join(finding.text for finding in run["verdict"]["sentences"])
+        print(printable(f"{run['name']}: {sentences}", one_line=True))
+    size = out.stat().st_size / 1e6
+    print(f"{printable(options.out)}: {size:.1f} MB, {len(runs)} run{'s' * (len(runs) > 1)}")
+
+
+def write_report(paths: Sequence[str], out: Path, *, by_name: bool = False) -> list[dict[str, Any]]:
+    """Write the page of the runs; returns what it shows of each. Raises InputError, one line."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out}: expected a file in a folder that exists")
-    found = _with_steps(read_recorded_runs(runs))
-    page = render(page_data(found, by_name=by_name), f"{', '.join(run.name for run in found)[:100]} - hpcrl report")
+    runs = _with_steps(read_recorded_runs(paths))
+    data = page_data(runs, by_name=by_name)
+    page = render(data, f"{', '.join(run.name for run in runs)[:100]} - hpcrl report")
     try:
         with draft_of(out, mode=0o600) as draft:  # for the owner only, as the run's folder
             draft.write_bytes(page)
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written: {error.strerror}") from None
-    return found
+    return list(data["runs"])
 
 
 def _with_steps(runs: Sequence[RecordedRun]) -> list[RecordedRun]:

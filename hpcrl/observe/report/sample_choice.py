@@ -70,15 +70,14 @@ class SampleChoice:
         self._left = room
         self.notes: list[str] = []
         self._scores: dict[int, ScoresOfStep] = {}
-        for index in evenly_spaced(len(self._steps), MOST_SCANNED):
-            step = self._steps[index]
+        for step in evenly_spaced(self._steps, MOST_SCANNED):
             try:
-                found = read_scores(run, step)
+                of_step = read_scores(run, step)
             except ArchiveError as error:
                 self._note(str(error))
                 continue
-            if len(found.scores):
-                self._scores[step] = found
+            if len(of_step.scores):
+                self._scores[step] = of_step
         self._prompts: dict[str, int] = {}  # text -> number
         self._samples: list[dict[str, Any]] = []
 
@@ -103,9 +102,9 @@ class SampleChoice:
         """Prompts with the largest gain of their mean score from the first to the last scanned step in which they came
         up, and those with the lowest mean score at the end."""
         means: dict[str, list[tuple[int, float]]] = {}
-        for step, found in self._scores.items():
+        for step, of_step in self._scores.items():
             by_prompt: dict[str, list[float]] = {}
-            for prompt, score in zip(found.prompts, found.scores.tolist(), strict=True):
+            for prompt, score in zip(of_step.prompts, of_step.scores.tolist(), strict=True):
                 if math.isfinite(score):
                     by_prompt.setdefault(prompt, []).append(score)
             for prompt, scores in by_prompt.items():
@@ -120,10 +119,7 @@ class SampleChoice:
             {
                 "key": prompt,
                 "kind": kinds[prompt],
-                "visits": [
-                    [means[prompt][index][0], number(means[prompt][index][1])]
-                    for index in evenly_spaced(len(means[prompt]), 40)
-                ],
+                "visits": [[step, number(mean)] for step, mean in evenly_spaced(means[prompt], 40)],
                 "times": len(means[prompt]),
             }
             for prompt in ordered
@@ -131,16 +127,15 @@ class SampleChoice:
 
     def _add_followed(self, followed: Sequence[Mapping[str, Any]]) -> None:
         """The first sample of each followed prompt at some of its steps, for a third of the room at most."""
-        wanted: dict[int, list[str]] = {}
+        prompts_of: dict[int, list[str]] = {}
         for entry in followed:
-            visits = [step for step, _ in entry["visits"]]
-            for index in evenly_spaced(len(visits), MOST_VISITS):
-                wanted.setdefault(visits[index], []).append(entry["key"])
+            for step, _ in evenly_spaced(entry["visits"], MOST_VISITS):
+                prompts_of.setdefault(step, []).append(entry["key"])
         floor = self._left - self._left // 3
-        for position in far_apart(len(wanted)):
-            step = sorted(wanted)[position]
+        for position in far_apart(len(prompts_of)):
+            step = sorted(prompts_of)[position]
             prompts = self._scores[step].prompts
-            self._add(step, {prompts.index(prompt): "followed" for prompt in wanted[step]}, floor)
+            self._add(step, {prompts.index(prompt): "followed" for prompt in prompts_of[step]}, floor)
 
     def _add_steps(self) -> None:
         steps = list(self._scores)
@@ -167,11 +162,11 @@ class SampleChoice:
             known[row]["why"].append(rows[row])
         chosen = [row for row in rows if row not in known]
         try:
-            found = read_step_samples(self._run, step, chosen)
+            samples = read_step_samples(self._run, step, chosen)
         except ArchiveError as error:
             self._note(str(error))
             return True
-        for row, sample in zip(chosen, found, strict=True):
+        for row, sample in zip(chosen, samples, strict=True):
             prompt = shorten(sample.prompt, LONGEST_PROMPT)
             entry = {"row": row, "why": [rows[row]], "key": prompt_of(sample.uid)} | packed(sample)
             size = len(json.dumps(entry, ensure_ascii=False).encode(errors=ERRORS))
@@ -201,17 +196,10 @@ def far_apart(count: int) -> Iterator[int]:
 
 def packed(sample: Sample) -> dict[str, Any]:
     """A sample for the page: the texts of its tokens, joined, with the lengths of each, and packed columns."""
-    kept = _kept(sample.token_texts)
-    texts = [shorten(sample.token_texts[index], HEAD_CHARACTERS) for index in kept]
-    gap = None
-    if sample.rollout_log_probs is not None and sample.old_log_probs is not None:
-        gap = sample.rollout_log_probs - sample.old_log_probs
-    columns = {
-        "advantage": sample.advantages,
-        "gap": gap,
-        "entropy": sample.entropies,
-        "log_prob": sample.rollout_log_probs,
-    }
+    shown = _kept(sample.token_texts)
+    texts = [shorten(sample.token_texts[index], HEAD_CHARACTERS) for index in shown]
+    columns = {"advantage": sample.advantages, "gap": sample.gap, "entropy": sample.entropies}
+    columns |= {"log_prob": sample.rollout_log_probs}
     entry: dict[str, Any] = {
         "step": sample.step,
         "index": sample.sample_index,
@@ -222,15 +210,15 @@ def packed(sample: Sample) -> dict[str, Any]:
         "length": sample.length,
         "text": "".join(texts),
         "lengths": [_utf16_length(text) for text in texts],
-        "columns": {name: pack(values[kept]) for name, values in columns.items() if values is not None},
+        "columns": {name: pack(values[shown]) for name, values in columns.items() if values is not None},
     }
-    if len(kept) < sample.length:
-        head = next((place for place, index in enumerate(kept) if place != index), len(kept))
-        entry["cut"] = [head, sample.length - len(kept)]
+    if len(shown) < sample.length:
+        head = next((place for place, index in enumerate(shown) if place != index), len(shown))
+        entry["cut"] = [head, sample.length - len(shown)]
     if sample.response_mask is not None and not np.all(sample.response_mask):
-        entry["outside"] = np.flatnonzero(np.asarray(sample.response_mask)[kept] == 0).tolist()
+        entry["outside"] = np.flatnonzero(np.asarray(sample.response_mask)[shown] == 0).tolist()
     if sample.turns:
-        place_of = {index: place for place, index in enumerate(kept)}
+        place_of = {index: place for place, index in enumerate(shown)}
         labels = ArchivedTurn.labels(sample.turns)
         entry["labels"] = {place_of[index]: label for index, label in labels.items() if index in place_of}
     return entry
@@ -258,14 +246,14 @@ def _utf16_length(text: str) -> int:
 
 def _parts(parts: Mapping[str, Any]) -> list[list[Any]]:
     """[name, number or text] of what the scorer returned."""
-    found: list[list[Any]] = []
+    rows: list[list[Any]] = []
     for name, value in list(parts.items())[:MOST_PARTS]:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.append([shorten(str(name), 50), number(float(value))])
+            rows.append([shorten(str(name), 50), number(float(value))])
         else:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            found.append([shorten(str(name), 50), shorten(text, LONGEST_PART)])
-    return found
+            rows.append([shorten(str(name), 50), shorten(text, LONGEST_PART)])
+    return rows
 
 
 def pack(values: np.ndarray) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +11,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
+from hpcrl.observe.read.archive import open_archive, read_samples
+from hpcrl.observe.read.runlog import step_range
+from hpcrl.observe.read.samples import FOLDER, PER_TOKEN, Sample, StepArchive, recorded_steps
+from hpcrl.observe.record.archive import ArchiveError, step_path
+from hpcrl.observe.record.writer import json_line
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.runtime.launcher import format_spans
 from hpcrl.sandbox.foreign_files import is_folder, printable, read_bytes
 
 if TYPE_CHECKING:
-    from hpcrl.observe.read.samples import Sample, StepArchive
     from hpcrl.observe.report.samples_view import PromptPair
 
 log = logging.getLogger(__name__)
@@ -81,12 +88,12 @@ def _count(text: str) -> int:
 
 def show(options: Namespace) -> None:
     as_json = options.json or options.tokens or not (options.text or sys.stdout.isatty())
-    found: Iterable[Any] = pairs(options) if options.diff else samples(options)
+    items: Iterable[Any] = pairs(options) if options.diff else samples(options)
     if options.limit is not None:
-        found = islice(found, options.limit)
+        items = islice(items, options.limit)
     if as_json:
         line_of = pair_line if options.diff else sample_line
-        for item in found:
+        for item in items:
             sys.stdout.write(line_of(item, options.tokens))
         sys.stdout.flush()
         return
@@ -94,7 +101,7 @@ def show(options: Namespace) -> None:
 
     view = SamplesView(options.color, cut=not options.full, names=(options.run, options.diff or ""))
     count = 0
-    for item in found:
+    for item in items:
         (view.show_pair if options.diff else view.show)(item)
         count += 1
     if not count:
@@ -117,8 +124,6 @@ def samples(options: Namespace) -> Iterator[Sample]:
 
 
 def recorded(run: Path) -> list[int]:
-    from hpcrl.observe.read.samples import FOLDER, recorded_steps
-
     steps = recorded_steps(run)
     if not steps:
         what = f"{run / FOLDER} has no step_*.h5" if run.is_dir() else f"{run} is no folder"
@@ -130,9 +135,6 @@ def recorded(run: Path) -> list[int]:
 
 def open_step(run: Path, step: int, only: bool) -> StepArchive | None:
     """The archive of a step; None, with a warning, if it is damaged. InputError if it is the only one asked for."""
-    from hpcrl.observe.read.samples import StepArchive
-    from hpcrl.observe.record.archive import ArchiveError
-
     try:
         return StepArchive(run, step)
     except ArchiveError as error:
@@ -154,35 +156,27 @@ def chosen_steps(steps: Sequence[int], text: str | None) -> list[int]:
     """Recorded steps in `--step`. InputError if there is none."""
     if text is None or text == "all":
         return list(steps)
-    match = re.fullmatch(r"(\d+)|(\d*):(\d*)", text)
-    if match is None:
+    span = step_range(text)
+    if span is None:
         raise InputError(f"samples: --step {text}; expected a step, A:B, A:, :B, or all")
-    one, first, last = match.groups()
-    low, high = (int(one), int(one)) if one else (int(first or 0), int(last) if last else steps[-1])
-    found = [step for step in steps if low <= step <= high]
-    if not found:
-        from hpcrl.runtime.launcher import format_spans
-
+    chosen = [step for step in steps if (span[0] or 0) <= step <= (steps[-1] if span[1] is None else span[1])]
+    if not chosen:
         raise InputError(f"samples: --step {text} is not archived; archived steps: {format_spans(list(steps))}")
-    return found
+    return chosen
 
 
 def may_have_uid(run: Path, step: int, uid: str) -> bool:
     """Whether a step has the uid, or is damaged. Small files are searched for its bytes, because archives are not
     compressed and reading a column takes several milliseconds; of others that column is read."""
-    from hpcrl.observe.read.archive import open_archive, read_samples
-    from hpcrl.observe.read.samples import FOLDER
-    from hpcrl.observe.record.archive import ArchiveError, step_path
-
     path = step_path(run / FOLDER, step)
     try:
         if path.stat().st_size <= SMALL and uid.encode() not in read_bytes(path, run):
             with open_archive(path, run):  # OSError for a half-copied file
                 return False
-        found = read_samples(path, ("uid",), run)["uid"]
+        uids = read_samples(path, ("uid",), run)["uid"]
     except (ArchiveError, OSError):
         return True  # `open_step` reports it
-    return any(one.startswith(uid) and matches(one, uid) for one in map(str, found.tolist()))
+    return any(one.startswith(uid) and matches(one, uid) for one in map(str, uids.tolist()))
 
 
 def matches(found: str, uid: str) -> bool:
@@ -191,8 +185,6 @@ def matches(found: str, uid: str) -> bool:
 
 
 def _selected(archive: StepArchive, options: Namespace) -> Iterator[Sample]:
-    import numpy as np
-
     rows: Iterable[int] = range(len(archive))
     if options.grep is not None:
         rows = (row for row in rows if options.grep in archive.response(row) or options.grep in archive.prompt(row))
@@ -218,18 +210,17 @@ def pairs(options: Namespace) -> Iterator[PromptPair]:
         first, second = (open_step(run, step, only=len(steps) == 1) for run in runs)
         if first is None or second is None:
             continue
-        found = paired(first, second)
-        if (pair := next(found, None)) is None:
+        common_prompts = paired(first, second)
+        if (pair := next(common_prompts, None)) is None:
             log.warning("step %d: the runs have no prompt in common: other data files, or another order", step)
         else:
             yield pair
-            yield from found
+            yield from common_prompts
         if options.step is None:
             return
 
 
 def sample_line(sample: Sample, with_tokens: bool) -> str:
-    """The sample as a JSON line."""
     return _line(_plain(sample, with_tokens))
 
 
@@ -241,10 +232,6 @@ def pair_line(pair: PromptPair, with_tokens: bool) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    import json
-
-    from hpcrl.observe.record.writer import json_line
-
     line = json_line(row)
     # ASCII only where it would reach a terminal: JSON does not escape all that a terminal acts on
     return json.dumps(json.loads(line)) + "\n" if sys.stdout.isatty() else line
@@ -263,8 +250,6 @@ def _plain(sample: Sample, with_tokens: bool) -> dict[str, Any]:
             for turn in sample.turns
         ]
     if with_tokens:
-        from hpcrl.observe.read.samples import PER_TOKEN
-
         row["token_texts"] = sample.token_texts
         for name in PER_TOKEN:
             values = getattr(sample, name)

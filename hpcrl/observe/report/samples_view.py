@@ -45,8 +45,8 @@ def paired(first: StepArchive, second: StepArchive) -> Iterator[PromptPair]:
             break
     differences = {uid: _mean(second, groups[1][uid]) - _mean(first, groups[0][uid]) for uid in common}
     for uid in sorted(common, key=lambda uid: np.nan_to_num(differences[uid])):
-        left, right = [first.sample(row) for row in groups[0][uid]], [second.sample(row) for row in groups[1][uid]]
-        yield PromptPair(left[0].step, uid, left[0].data_source, left[0].prompt, (left, right))
+        samples, others = [first.sample(row) for row in groups[0][uid]], [second.sample(row) for row in groups[1][uid]]
+        yield PromptPair(samples[0].step, uid, samples[0].data_source, samples[0].prompt, (samples, others))
 
 
 def _mean(archive: StepArchive, rows: list[int]) -> float:
@@ -151,13 +151,9 @@ class SamplesView:
 
 def values_of(sample: Sample, color: str) -> np.ndarray | None:
     """What colours the tokens, (length,); None where it was not recorded."""
-    if color == "advantage":
-        return sample.advantages
-    if color == "entropy":
-        return sample.entropies
-    if color == "gap" and sample.old_log_probs is not None and sample.rollout_log_probs is not None:
-        return sample.old_log_probs - sample.rollout_log_probs
-    return None
+    if color == "gap" and sample.gap is not None:
+        return -sample.gap
+    return {"advantage": sample.advantages, "entropy": sample.entropies}.get(color)
 
 
 def _style(strength: float, color: str) -> str | None:

@@ -77,6 +77,10 @@ class Trend(NamedTuple):
         return Trend(-self.first, -self.last, -self.before, -self.last, self.error, self.steps)
 
 
+def finite_values(log: RunLog, key: str) -> list[float]:
+    return [value for _, value in log.series(key) if math.isfinite(value)]
+
+
 def trend_of(series: Sequence[tuple[int, float]]) -> Trend | None:
     """None for fewer than FEWEST_VALUES finite values."""
     finite = [(step, value) for step, value in series if math.isfinite(value)]
@@ -121,13 +125,13 @@ OBJECTIVES = (  # the first that has enough values
 
 def validation_of(log: RunLog) -> Objective | None:
     """The mean over the data sources, of each the metric of most samples; accuracy before rewards."""
-    matches = [found for found in (re.fullmatch(VALIDATION, tag) for tag in log.tags()) if found]
-    kind = "acc" if any(found[2] == "acc" for found in matches) else next((found[2] for found in matches), "")
+    matches = [match for match in (re.fullmatch(VALIDATION, tag) for tag in log.tags()) if match]
+    kind = "acc" if any(match[2] == "acc" for match in matches) else next((match[2] for match in matches), "")
     most: dict[str, re.Match[str]] = {}
-    for found in sorted(matches, key=lambda found: int(found[3])):
-        if found[2] == kind:
-            most[found[1]] = found
-    keys = [found[0] for found in most.values()]
+    for match in sorted(matches, key=lambda match: int(match[3])):
+        if match[2] == kind:
+            most[match[1]] = match
+    keys = [match[0] for match in most.values()]
     series = [(step, fmean(row[key] for key in keys)) for step, row in log.rows.items() if keys and _has(row, keys)]
     of = f" (mean of {len(keys)} sources)" if len(keys) > 1 else ""
     name = "validation accuracy" if kind == "acc" else "validation reward"
@@ -165,17 +169,12 @@ def learning(log: RunLog) -> Finding:
     if not objective.is_loss and dropped > max(PEAK_CERTAIN * better.error, COLLAPSED * abs(better.peak)):
         text = f"The run collapsed: {objective.name} fell from {objective.shown(better.peak)} at its highest to "
         text += f"{objective.shown(better.last)} (noise {objective.points(better.error)}) over {trend.steps} steps."
-        advice = (
-            "the gradient norm, the KL and the entropy just before the fall, then resume from a checkpoint before it"
-        )
-        return Finding("bad", text, place, advice)
+        advice = "the gradient norm, the KL and the entropy just before the fall, "
+        return Finding("bad", text, place, advice + "then resume from a checkpoint before it")
     if better.rises():
-        still = better.last - better.before > CERTAIN * better.error
-        return Finding(
-            "good",
-            f"{name} {up} {figures}{', and still ' + ('falls' if up == 'fell' else 'rises') if still else ''}.",
-            place,
-        )
+        goes_on = ", and still " + ("falls" if objective.is_loss else "rises")
+        still = goes_on if better.last - better.before > CERTAIN * better.error else ""
+        return Finding("good", f"{name} {up} {figures}{still}.", place)
     if better.falls():
         advice = "the learning rate, which may be too high, and the samples of the last step"
         return Finding("bad", f"{name} {down} {figures}: the run gets worse.", place, advice)
@@ -210,9 +209,8 @@ def truncation(run: RecordedRun) -> Finding | None:
         return None
     text = f"{trend.last:.0%} of the responses are cut at the length limit, after {trend.first:.0%} at the start."
     severity = "bad" if rising and trend.last >= MOSTLY_TRUNCATED else "look"
-    return Finding(
-        severity, text, anchor("At the limit, aborted"), "data.max_response_length, and whether responses repeat"
-    )
+    advice = "data.max_response_length, and whether responses repeat"
+    return Finding(severity, text, anchor("At the limit, aborted"), advice)
 
 
 def entropy(run: RecordedRun) -> Finding | None:
@@ -226,19 +224,11 @@ def entropy(run: RecordedRun) -> Finding | None:
     figures = f"from {trend.first:.2g} to {trend.last:.2g} nats"
     place = anchor("Entropy")
     if trend.last < ENTROPY_SHARE * trend.first and trend.falls():
-        return Finding(
-            "bad",
-            f"The entropy collapsed, {figures}: the policy hardly explores.",
-            place,
-            "actor.clip_ratio_high and actor.entropy_coeff",
-        )
+        text = f"The entropy collapsed, {figures}: the policy hardly explores."
+        return Finding("bad", text, place, "actor.clip_ratio_high and actor.entropy_coeff")
     if trend.last > ENTROPY_TIMES * trend.first and trend.rises() and not (course and course.rises()):
-        return Finding(
-            "bad",
-            f"The entropy exploded, {figures}: texts become random.",
-            place,
-            "the learning rate and actor.entropy_coeff",
-        )
+        text = f"The entropy exploded, {figures}: texts become random."
+        return Finding("bad", text, place, "the learning rate and actor.entropy_coeff")
     return None
 
 
@@ -247,35 +237,22 @@ def divergence(run: RecordedRun) -> Finding | None:
     place = anchor("KL")
     if update and abs(update.last) > PPO_KL:
         severity = "bad" if abs(update.last) > MUCH_PPO_KL else "look"
-        return Finding(
-            severity,
-            f"One update moves the policy by a KL of {update.last:.2g} nats.",
-            place,
-            "the learning rate and the number of updates of a batch",
-        )
+        text = f"One update moves the policy by a KL of {update.last:.2g} nats."
+        return Finding(severity, text, place, "the learning rate and the number of updates of a batch")
     if reference and reference.last > REFERENCE_KL:
-        return Finding(
-            "look",
-            f"The policy is {reference.last:.2g} nats per token from its reference.",
-            place,
-            "actor.kl_loss_coef",
-        )
+        text = f"The policy is {reference.last:.2g} nats per token from its reference."
+        return Finding("look", text, place, "actor.kl_loss_coef")
     return None
 
 
 def log_prob_gap(run: RecordedRun) -> Finding | None:
-    gaps = [abs(v) for _, v in run.log.series("training/rollout_log_probs_diff_mean") if math.isfinite(v)]
+    gaps = [abs(value) for value in finite_values(run.log, "training/rollout_log_probs_diff_mean")]
     trend = trend_of(list(enumerate(gaps)))
     if trend is None or trend.last < GAP:
         return None
     text = f"Log-probs of rollout and training differ by {trend.last:.2g} nats in the mean."
-    severity = "bad" if trend.last > LARGE_GAP else "look"
-    return Finding(
-        severity,
-        text,
-        anchor("Log-prob gap: rollout - training"),
-        "staleness and precision of the rollout, algorithm.rollout_correction",
-    )
+    severity, place = "bad" if trend.last > LARGE_GAP else "look", anchor("Log-prob gap: rollout - training")
+    return Finding(severity, text, place, "staleness and precision of the rollout, algorithm.rollout_correction")
 
 
 def length_hack(run: RecordedRun) -> Finding | None:
@@ -288,9 +265,8 @@ def length_hack(run: RecordedRun) -> Finding | None:
         return None
     text = f"The reward pays for length: responses grew from {length.first:.0f} to {length.last:.0f} tokens and the "
     text += "training reward rose, but validation did not."
-    return Finding(
-        "bad", text, anchor("Response length"), "the longest samples of the last step and the reward that they got"
-    )
+    advice = "the longest samples of the last step and the reward that they got"
+    return Finding("bad", text, anchor("Response length"), advice)
 
 
 def gradients(run: RecordedRun) -> Finding | None:
@@ -299,12 +275,8 @@ def gradients(run: RecordedRun) -> Finding | None:
     broken = [step for step, value in series if not math.isfinite(value)]
     place = anchor("Gradient norm")
     if broken:
-        return Finding(
-            "bad",
-            f"The gradient was not finite in {len(broken)} steps, first in step {broken[0]}.",
-            place,
-            "the batch of this step and the precision",
-        )
+        text = f"The gradient was not finite in {len(broken)} steps, first in step {broken[0]}."
+        return Finding("bad", text, place, "the batch of this step and the precision")
     if len(series) < FEWEST_VALUES:
         return None
     values = [value for _, value in series]
@@ -313,41 +285,29 @@ def gradients(run: RecordedRun) -> Finding | None:
     usual = max(median(values), median(near))
     if most <= SPIKE * usual or usual <= 0:
         return None
-    return Finding(
-        "look",
-        f"The gradient norm was {most:.3g} in step {step}, {most / usual:.0f} times the usual one.",
-        place,
-        "actor.optim.clip_grad and the learning rate",
-    )
+    text = f"The gradient norm was {most:.3g} in step {step}, {most / usual:.0f} times the usual one."
+    return Finding("look", text, place, "actor.optim.clip_grad and the learning rate")
 
 
 def failures(run: RecordedRun) -> Finding | None:
     """Of rewards and environments; responses without text."""
-    empty = [value for _, value in run.log.series("response/aborted_ratio") if math.isfinite(value)]
+    empty = finite_values(run.log, "response/aborted_ratio")
     if empty and fmean(empty) > ABORTED:
-        return Finding(
-            "look",
-            f"{fmean(empty):.0%} of the responses are empty.",
-            anchor("At the limit, aborted"),
-            "the warnings, and the timeouts of the rollout",
-        )
+        text, place = f"{fmean(empty):.0%} of the responses are empty.", anchor("At the limit, aborted")
+        return Finding("look", text, place, "the warnings, and the timeouts of the rollout")
     kinds = ("timeouts", "crashes", "errors")
     for name, folder in (("scores", "reward"), ("turns of environments", "env")):
-        counts = {kind: [v for _, v in run.log.series(f"{folder}/{kind}") if math.isfinite(v)] for kind in kinds}
+        counts = {kind: finite_values(run.log, f"{folder}/{kind}") for kind in kinds}
         means = {kind: fmean(values) for kind, values in counts.items() if values}
         if sum(means.values()) > FEW_FAILURES:
             listed = ", ".join(f"{mean:.1f} {kind}" for kind, mean in means.items() if mean)
-            return Finding(
-                "look",
-                f"In a step, {name} fail: {listed} in the mean.",
-                anchor("Failed scores and turns"),
-                "the warnings of the run",
-            )
+            text, place = f"In a step, {name} fail: {listed} in the mean.", anchor("Failed scores and turns")
+            return Finding("look", text, place, "the warnings of the run")
     return None
 
 
 def overfitting(run: RecordedRun) -> Finding | None:
-    values = [value for _, value in run.log.series("val/loss") if math.isfinite(value)]
+    values = finite_values(run.log, "val/loss")
     if len(values) < FEWEST_VALUES or values[-1] < OVERFITTED * min(values) or min(values) <= 0:
         return None
     text = f"The validation loss is {values[-1]:.3g} after {min(values):.3g} at its lowest: the run overfits."
@@ -369,19 +329,11 @@ def slices(run: RecordedRun) -> Finding | None:
     lost = sum(attempt.lost_steps or 0 for attempt in run.attempts)
     steps = sum(step > 0 for step in run.log.rows)
     if run.state in (FAILED, HANG, KILLED):
-        return Finding(
-            "bad",
-            f"The run ended early ({run.state}) after step {max(run.log.rows, default=0)}.",
-            "slices",
-            "why it ended, and the warnings",
-        )
+        text = f"The run ended early ({run.state}) after step {max(run.log.rows, default=0)}."
+        return Finding("bad", text, "slices", "why it ended, and the warnings")
     if lost > LOST_STEPS * steps:
-        return Finding(
-            "look",
-            f"{lost} steps were lost in {len(run.attempts)} starts and taken again.",
-            "slices",
-            "trainer.save_freq, which may be too rare",
-        )
+        text = f"{lost} steps were lost in {len(run.attempts)} starts and taken again."
+        return Finding("look", text, "slices", "trainer.save_freq, which may be too rare")
     return None
 
 
@@ -408,13 +360,13 @@ class Verdict(NamedTuple):
 
 def verdict_of(run: RecordedRun) -> Verdict:
     first = learning(run.log)
-    found = [finding for finding in (rule(run) for rule in RULES) if finding]
-    found.sort(key=lambda finding: finding.severity != "bad")
-    if not found:
-        found = [Finding("good", "Nothing else stands out.", "learning")] if first.severity == "good" else []
-    worst = next((finding for finding in (first, *found) if finding.severity == "bad" and finding.advice), None)
-    worst = worst or next((finding for finding in (*found, first) if finding.advice), None)
-    sentences = [first, *found[:1]]
+    findings = [finding for finding in (rule(run) for rule in RULES) if finding]
+    findings.sort(key=lambda finding: finding.severity != "bad")
+    if not findings:
+        findings = [Finding("good", "Nothing else stands out.", "learning")] if first.severity == "good" else []
+    worst = next((finding for finding in (first, *findings) if finding.severity == "bad" and finding.advice), None)
+    worst = worst or next((finding for finding in (*findings, first) if finding.advice), None)
+    sentences = [first, *findings[:1]]
     if worst:
         sentences.append(Finding("look", f"Look at {worst.advice}.", worst.anchor))
-    return Verdict(sentences, found[1:])
+    return Verdict(sentences, findings[1:])

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from hpcrl.observe.read.logs import read_stragglers
 from hpcrl.observe.read.runlog import RunError, read_run
-from hpcrl.observe.read.stragglers import read_stragglers
 from hpcrl.observe.trace.perfetto import Event, Timeline, phases_of
 from hpcrl.observe.trace.reader import TraceFiles, format_steps
 from hpcrl.runtime import exits

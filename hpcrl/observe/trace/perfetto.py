@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hpcrl.observe.read.stragglers import Straggler
+from hpcrl.observe.read.logs import Straggler
 from hpcrl.observe.trace.reader import RankStep, Window
 from hpcrl.runtime.spans import WAIT, Beside, Recorded, Transfer
 

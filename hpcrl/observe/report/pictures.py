@@ -1,13 +1,12 @@
-"""Plot learning curves: `python -m hpcrl.observe.report.curves RUN [RUN...] --out curves.png`."""
+"""Pictures by matplotlib: learning curves of runs, and comparisons of evaluations."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib import pyplot as plt
@@ -15,8 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from hpcrl.observe.read.runlog import RunError, RunLog, SeedMean, choose_keys, over_seeds, read_runs
-from hpcrl.sandbox.foreign_files import printable, take_any_text
+from hpcrl.observe.read.comparison import Change, Comparison, Estimate, Level
+from hpcrl.observe.read.runlog import RunError, RunLog, SeedMean, choose_keys
+from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.foreign_files import printable
 from hpcrl.sandbox.new_files import draft_of
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#5F5F5F")
@@ -27,40 +28,18 @@ NOT_A_PHASE = ("step", "testing", "save_checkpoint")
 SMOOTHED_ABOVE = 30  # values in a curve; shorter ones are not smoothed
 
 Panel = Callable[[Axes, list[RunLog]], None]
+Point = tuple[str, str, Estimate]  # data source and metric, evaluation, value
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    take_any_text()
+def save_picture(plot: Callable[[], Figure], out: Path, option: str) -> None:
+    """Write a plot, without a window for it. option: the one that named the file. Raises InputError, one line."""
     matplotlib.use("Agg")
-    parser = argparse.ArgumentParser(
-        prog="python -m hpcrl.observe.report.curves",
-        description="Draw reward, validation accuracy, KL, entropy, response length and seconds per phase.",
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, metrics.jsonl or event file")
-    parser.add_argument("--out", default="curves.png", help="picture to write; .png, .pdf or .svg (%(default)s)")
-    parser.add_argument(
-        "--seeds", action="store_true", help="draw runs NAME_0, NAME_1, ... as their mean, with a band of its deviation"
-    )
-    parser.add_argument("--keys", metavar="REGEX", help="draw the keys in which this is found, a panel each")
-    options = parser.parse_args(arguments)
-    try:
-        runs = read_runs(options.runs)
-        draw(over_seeds(runs) if options.seeds else runs, Path(options.out), options.keys)
-    except RunError as error:
-        print(printable(f"curves: error: {error}"), file=sys.stderr)
-        return 2
-    print(options.out)
-    return 0
-
-
-def draw(runs: list[RunLog], out: Path, pattern: str | None = None) -> None:
-    """Write the plot of `plot_runs`."""
-    figure = plot_runs(runs, pattern)
+    figure = plot()
     try:
         with draft_of(out, mode=0o600) as draft:  # for the owner only, as the runs that it is of
             figure.savefig(draft, dpi=130)
     except (OSError, ValueError) as error:
-        raise RunError(f"--out {out}: cannot write the picture ({error})") from None
+        raise InputError(f"{option} {out}: cannot write the picture ({error})") from None
 
 
 def plot_runs(runs: Sequence[RunLog], pattern: str | None = None) -> Figure:
@@ -82,8 +61,7 @@ def plot_runs(runs: Sequence[RunLog], pattern: str | None = None) -> Figure:
     if len(runs) == 1:
         figure.suptitle(runs[0].name, fontsize=12, fontweight="bold")
     else:
-        handles = [plt.Line2D([], [], color=_colour(i), label=run.name, lw=2) for i, run in enumerate(runs)]
-        figure.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+        _legend_of_names(figure, [run.name for run in runs], lw=2)
     plt.close(figure)  # a notebook would show it twice
     return figure
 
@@ -127,6 +105,7 @@ def _lines(title: str, keys: list[str], *, percent: bool = False) -> Panel:
                 if points and isinstance(run, SeedMean):
                     _band(axes, run.series(key), run.band(key), colour)
         _decorate(axes, title)
+        _steps_below(axes)
         if percent:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         if len(keys) > 1:
@@ -170,28 +149,22 @@ def _phases(runs: list[RunLog]) -> list[str]:
     """Return phases of the runs in descending order; beyond seven, the rest is summed as "other"."""
     totals: dict[str, float] = {}
     for run in runs:
-        for tag in run.tags():
-            phase = tag.removeprefix("timing_s/")
-            if phase != tag and "/" not in phase and phase not in NOT_A_PHASE:
-                totals[phase] = totals.get(phase, 0.0) + sum(v for _, v in run.series(tag) if not math.isnan(v))
+        for phase, seconds in run.phases().items():
+            if phase not in NOT_A_PHASE:
+                totals[phase] = totals.get(phase, 0.0) + sum(seconds.values())
     ordered = sorted(totals, key=lambda phase: -totals[phase])
     return ordered if len(ordered) <= len(PHASE_COLOURS) else [*ordered[: len(PHASE_COLOURS) - 1], "other"]
 
 
 def _seconds(run: RunLog, phases: list[str]) -> tuple[list[int], list[list[float]]]:
     """Return training steps, and for each phase its seconds in each of them."""
-    steps = [step for step, row in run.rows.items() if step > 0 and any(tag.startswith("timing_s/") for tag in row)]
-    named = {f"timing_s/{phase}" for phase in phases}
-
-    def of(phase: str, row: dict[str, float]) -> float:
-        if phase != "other":
-            values = [row.get(f"timing_s/{phase}", 0.0)]
-        else:
-            rest = [t for t in row if re.fullmatch(r"timing_s/[^/]+", t) and t not in named]
-            values = [row[tag] for tag in rest if tag.removeprefix("timing_s/") not in NOT_A_PHASE]
-        return sum(value for value in values if not math.isnan(value))
-
-    return steps, [[of(phase, run.rows[step]) for step in steps] for phase in phases]
+    all_phases = run.phases()
+    steps = sorted({step for seconds in all_phases.values() for step in seconds})
+    others = [phase for phase in all_phases if phase not in (*phases, *NOT_A_PHASE)]
+    members = {phase: others if phase == "other" else [phase] for phase in phases}
+    return steps, [
+        [sum(all_phases.get(name, {}).get(step, 0.0) for name in members[phase]) for step in steps] for phase in phases
+    ]
 
 
 def _phases_of_one_run(axes: Axes, runs: list[RunLog]) -> None:
@@ -199,6 +172,7 @@ def _phases_of_one_run(axes: Axes, runs: list[RunLog]) -> None:
     steps, seconds = _seconds(runs[0], phases)
     axes.stackplot(steps, *seconds, labels=phases, colors=PHASE_COLOURS, step="mid", lw=0)
     _decorate(axes, "seconds per phase")
+    _steps_below(axes)
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
     handles, labels = axes.get_legend_handles_labels()
@@ -209,37 +183,100 @@ def _phases_of_one_run(axes: Axes, runs: list[RunLog]) -> None:
 
 def _phases_of_several_runs(axes: Axes, runs: list[RunLog]) -> None:
     phases = _phases(runs)
-    left = [0.0] * len(runs)
+    starts = [0.0] * len(runs)
     means = []
     for run in runs:
         steps, seconds = _seconds(run, phases)
         means.append([sum(values) / max(len(steps), 1) for values in seconds])
     for i, phase in enumerate(phases):
         widths = [of_run[i] for of_run in means]
-        axes.barh(range(len(runs)), widths, left=left, color=PHASE_COLOURS[i], label=phase, height=0.6)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    _decorate(axes, "mean seconds per phase")
+        axes.barh(range(len(runs)), widths, left=starts, color=PHASE_COLOURS[i], label=phase, height=0.6)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    _decorate(axes, "mean seconds per phase", "x")
     axes.set_xlabel("seconds per step", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.set_yticks(range(len(runs)), ["" for _ in runs])
     for i in range(len(runs)):
         axes.plot([0], [i], marker="s", ms=8, color=_colour(i), clip_on=False, zorder=5)
     axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _decorate(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel("step", fontsize=9)
+def _decorate(axes: Axes, title: str, grid: Literal["x", "both"] = "both") -> None:
+    axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     axes.tick_params(labelsize=8)
-    axes.grid(color="0.9", lw=0.8)
+    axes.grid(axis=grid, color="0.9", lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=title != "mean seconds per phase"))
+
+
+def _steps_below(axes: Axes) -> None:
+    axes.set_xlabel("step", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
 def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
+
+
+def plot_comparison(comparison: Comparison) -> Figure:
+    """Levels on the left and differences to the first evaluation on the right, a row of panels for each way of
+    sampling. Bars are 95% intervals."""
+    names = [_label(one.name) for one in comparison.evaluations]
+    ways = comparison.ways
+    points = [(_points(comparison.levels, way), _points(comparison.changes, way)) for way in ways]
+    heights = [1.0 + 0.22 * len(levels) for levels, _ in points]
+    columns = 2 if len(names) > 1 else 1
+    figure, grid = plt.subplots(
+        *(len(ways), columns),
+        figsize=(5.2 * columns, sum(heights) + 0.5),
+        squeeze=False,
+        layout="constrained",
+        height_ratios=heights,
+    )
+    for way, axes, (levels, changes) in zip(ways, grid, points, strict=True):
+        _forest(axes[0], levels, names, str(way))
+        if columns == 2:
+            _forest(axes[1], changes, names, f"difference to {names[0]}")
+            axes[1].axvline(0, color="0.4", lw=0.8, zorder=0)
+    _legend_of_names(figure, names, marker="o", ls="")
+    plt.close(figure)  # a notebook would show it twice
+    return figure
+
+
+def _points(rows: Sequence[Level] | Sequence[Change], way: object) -> list[Point]:
+    points = []
+    for row in rows:
+        if row.way == way:
+            values = row.estimates if isinstance(row, Level) else row.differences
+            points += [(_label(f"{row.source} {metric}"), _label(row.name), value) for metric, value in values.items()]
+    return points
+
+
+def _forest(axes: Axes, points: Sequence[Point], names: Sequence[str], title: str) -> None:
+    """Values with horizontal bars, one below the other, those of a data source and metric close together."""
+    labels = list(dict.fromkeys(label for label, _, _ in points))
+    for label, name, estimate in points:
+        index = names.index(name)
+        place = labels.index(label) + (index - (len(names) - 1) / 2) * 0.7 / len(names)
+        low, high = estimate.interval
+        axes.plot([low, high], [place, place], color=_colour(index), lw=1.6)
+        axes.plot([estimate.mean], [place], color=_colour(index), marker="o", ms=5)
+    axes.set_yticks(range(len(labels)), labels, parse_math=False)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    _decorate(axes, title, "x")
+
+
+def _legend_of_names(figure: Figure, names: Sequence[str], **line: Any) -> None:
+    """A legend above the panels, in which each name has its colour."""
+    handles = [plt.Line2D([], [], color=_colour(i), label=name, **line) for i, name in enumerate(names)]
+    legend = figure.legend(handles=handles, loc="outside upper center", ncols=min(len(names), 4), frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # names may have dollar signs
+
+
+def _label(text: str) -> str:
+    return printable(text, one_line=True)
 
 
 def _short(keys: list[str]) -> list[str]:
@@ -249,7 +286,3 @@ def _short(keys: list[str]) -> list[str]:
     while all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):
         shared += 1
     return ["/".join(part[shared:]) for part in parts]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
