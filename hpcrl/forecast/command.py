@@ -188,17 +188,17 @@ def _fit(job: TrainingPlan, rows: list[Row]) -> Iterator[str]:
         yield f"  {'tightest phase':<22}{where}, it fits; {binary(capacity - row.total)} are left"
     else:
         yield f"  {'tightest phase':<22}{where}, IT DOES NOT FIT; {binary(row.total - capacity)} too many"
-        found = cheapest_fix(job)
-        if found is None:
+        fix = cheapest_fix(job)
+        if fix is None:
             yield f"  {'cheapest fix':<22}none found: see docs/planning.md for what was tried"
         else:
-            yield f"  {'cheapest fix':<22}{' '.join(found.overrides)}"
+            yield f"  {'cheapest fix':<22}{' '.join(fix.overrides)}"
             joint = ""
-            for key, then in found.parts.items():
-                change = f"{joint}{override(key, found.change[key])}: " if len(found.parts) > 1 else ""
+            for key, then in fix.parts.items():
+                change = f"{joint}{override(key, fix.change[key])}: " if len(fix.parts) > 1 else ""
                 yield f"  {'':<22}{change}then {binary(then.total)}, in {then.phase}"
                 joint = "and "
-            if "model.lora_rank" in found.change:
+            if "model.lora_rank" in fix.change:
                 yield f"  {'':<22}model.lora_rank trains adapters: use about ten times the learning rate"
     yield f"  {'not counted':<22}CUDA context, NCCL's buffers, fragmentation; activations of generation are estimated"
 
@@ -206,7 +206,7 @@ def _fit(job: TrainingPlan, rows: list[Row]) -> Iterator[str]:
 def _costs(job: TrainingPlan) -> Iterator[str]:
     config, steps, supervised = job.config, job.steps, isinstance(job, SupervisedPlan)
     roles = checkpoint_bytes(config, job.models)
-    kept = kept_checkpoints(config.trainer, steps, saves_last=supervised)
+    num_kept = kept_checkpoints(config.trainer, steps, saves_last=supervised)
     if offloaded := max(job.on_hosts().values(), default=0):
         rank = max(map(job.on_host, job.places))
         yield f"  {'offloaded':<22}{binary(offloaded)} of a node's host memory, {binary(rank)} of a rank's"
@@ -217,10 +217,10 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
         yield f"  {'environments':<22}at most {binary(environments)} of a node's host memory ({limits})"
     each = sum(roles.values())
     parts = ", ".join(f"{role} {size(nbytes)}" for role, nbytes in roles.items())
-    if kept == 0:
+    if num_kept == 0:
         yield f"  {'checkpoints':<22}none (trainer.save_freq=-1)"
     else:
-        most = "all are kept" if kept is None else f"at most {kept} at once, {size(kept * each)}"
+        most = "all are kept" if num_kept is None else f"at most {num_kept} at once, {size(num_kept * each)}"
         yield f"  {'checkpoints':<22}{size(each)} each ({parts}); {most}"
         yield f"  {'host copy of a save':<22}{size(host_copy(job))} per rank"
     if config.trainer.snapshot_freq:

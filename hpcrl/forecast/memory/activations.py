@@ -159,9 +159,9 @@ class Pass:
         pieces = self.pieces(stage)
         turns = [pieces[turn // pp % vpp] for turn in range(self.count * vpp)]
         ahead = 2 * (pp - stage - 1) + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
-        kept = {piece: self.kept(piece) for piece in pieces}
-        forward = [kept[piece] for piece in turns]
-        backward = [kept[pieces[vpp - 1 - turn // pp % vpp]] for turn in range(self.count * vpp)]
+        piece_bytes = {piece: self.kept(piece) for piece in pieces}
+        forward = [piece_bytes[piece] for piece in turns]
+        backward = [piece_bytes[pieces[vpp - 1 - turn // pp % vpp]] for turn in range(self.count * vpp)]
         first = min(ahead + 1, len(turns))
         held = most = sum(forward[:first])
         for done, more in zip(backward, forward[first:], strict=False):

@@ -68,13 +68,13 @@ def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
         yield f"a larger placement.{role}.tp or pp"
     yield from _overrides(change for change in adapters(job) if tightest_with(job, change) is not None)
     narrower, names = list(moments(job)), [name for name in job.models if name in row.place.stages]
-    kept = {  # with the optimizer on the device
+    optimizers = {  # with the optimizer on the device
         f"{job.specs[name].path}.optim"
         for name in names
         if "optimizer" not in job.away(name) or "optimizer" in job.needed(name, phase)
     }
     for key, value in narrower[-1].items() if narrower else ():
-        if key.rpartition(".")[0] in kept:
+        if key.rpartition(".")[0] in optimizers:
             yield override(key, value)
     for name in names:
         parts = NEEDED["forward" if job.models[name].optim is None else "train"]

@@ -43,23 +43,23 @@ def cheapest_fix(job: TrainingPlan) -> Fix | None:
     Kinds of changes are tried in the order of `STEPS`, each beside those before it. Of the first set that fits, what is
     not needed is dropped, the last kinds first. More nodes come last.
     """
-    kept: list[_Kind] = []
+    kinds: list[_Kind] = []
     now = tightest(job.rows()).total
     assert job.capacity is not None and now > job.capacity
     for step in STEPS:
         # what a step offers depends on what takes most by now
-        kind = _Kind(list(step(_changed(job, _joined(kept)))))
-        kept.append(kind)
+        kind = _Kind(list(step(_changed(job, _joined(kinds)))))
+        kinds.append(kind)
         for number in range(len(kind.levels)):
             before, kind.chosen = kind.chosen, number
-            row = tightest_with(job, _joined(kept))
+            row = tightest_with(job, _joined(kinds))
             if row is None or row.total > now:
                 kind.chosen = before
                 continue
             now = row.total
             if now <= job.capacity:
-                return _needed_only(job, kept)
-    return _more_nodes(job, kept)
+                return _needed_only(job, kinds)
+    return _more_nodes(job, kinds)
 
 
 class _Kind:
@@ -117,10 +117,10 @@ def _needed_only(job: TrainingPlan, kinds: Sequence[_Kind], more: Mapping[str, o
             change = less
     change |= more or {}
     parts: dict[str, Row] = {}
-    made: Change = {}
+    applied: Change = {}
     for key, value in change.items():
-        made[key] = value
-        row = tightest_with(job, made)  # None where a key needs another one that comes after it
+        applied[key] = value
+        row = tightest_with(job, applied)  # None where a key needs another one that comes after it
         if row is not None:
             parts[key] = row
     return Fix(change, parts[key], parts)

@@ -98,17 +98,17 @@ class Space:
     def joined(self, placement: Placement, chosen: Sequence[Keys]) -> dict[str, object]:
         """The keys of one candidate."""
         pools = dict.fromkeys(self.template.placement.pools, "*")  # which no role uses any more
-        found: dict[str, object] = {"job.nodes": self.nodes, "async_training.mode": placement.mode}
+        candidate: dict[str, object] = {"job.nodes": self.nodes, "async_training.mode": placement.mode}
         for roles, ranks in placement.sets:
             name = "all" if len(placement.sets) == 1 else f"{roles[0]}_ranks"
             pools[name] = "*" if len(ranks) == self.num_ranks else f"{ranks[0]}-{ranks[-1]}"
-            found |= {f"placement.{role}.pool": name for role in roles}
+            candidate |= {f"placement.{role}.pool": name for role in roles}
         for keys in ({"placement.pools": pools}, *chosen):
-            found |= keys
+            candidate |= keys
         if self.base.derived.ref_in_actor:  # which it is as long as the two have one layout
-            own = {key: value for key, value in found.items() if "placement.actor." in key}
-            found |= {key.replace(".actor.", ".ref."): value for key, value in own.items()}
-        return found
+            own = {key: value for key, value in candidate.items() if "placement.actor." in key}
+            candidate |= {key.replace(".actor.", ".ref."): value for key, value in own.items()}
+        return candidate
 
     def placements(self) -> Iterator[Placement]:
         """In synchronous modes all roles on all ranks; then sets of roles with ranks of their own. In asynchronous
@@ -157,14 +157,14 @@ class Space:
         shape, now = self.shapes[role], getattr(self.template.placement, role)
         inside = [size for size in divisors(count) if size <= self.per_node]
         longest = 0 if unsupported(shape.layers, "planned_cp") else self.base.derived.max_sequence_length
-        found = {"tp": inside, **dict.fromkeys(AXES[1:], [1])}
+        sizes_of = {"tp": inside, **dict.fromkeys(AXES[1:], [1])}
         if not self.specs[role].is_engine:
-            found["pp"] = [pp for pp in divisors(count) if pp <= shape.num_layers]
-            found["cp"] = [cp for cp in inside if cp <= max(1, longest // CONTEXT_TOKENS)]
-            found["vpp"] = [vpp for vpp in divisors(shape.num_layers) if vpp <= MOST_CHUNKS]
+            sizes_of["pp"] = [pp for pp in divisors(count) if pp <= shape.num_layers]
+            sizes_of["cp"] = [cp for cp in inside if cp <= max(1, longest // CONTEXT_TOKENS)]
+            sizes_of["vpp"] = [vpp for vpp in divisors(shape.num_layers) if vpp <= MOST_CHUNKS]
             if shape.routed is not None:
-                found["ep"], found["etp"] = divisors(shape.routed.num_experts), inside
-        return [found[axis] if axis in self.varied else [getattr(now, axis)] for axis in AXES]
+                sizes_of["ep"], sizes_of["etp"] = divisors(shape.routed.num_experts), inside
+        return [sizes_of[axis] if axis in self.varied else [getattr(now, axis)] for axis in AXES]
 
     def work(self, role: str) -> list[Keys]:
         """Tokens of a micro-batch, ascending, and of the engine the KV cache; only what the template has where nothing
@@ -184,8 +184,8 @@ class Space:
         path, section = self.specs[role].path, self.specs[role].config_of(self.template)
         now = {f"{path}.{key}": getattr(section, key) for key in KEYS.values() if hasattr(section, key)}
         varies = now and self.limit < math.inf and "offload" in self.varied
-        found: list[Keys] = [dict.fromkeys(now, False), dict.fromkeys(now, True)] if varies else [now]
-        return found if now in found else [*found, now]
+        choices: list[Keys] = [dict.fromkeys(now, False), dict.fromkeys(now, True)] if varies else [now]
+        return choices if now in choices else [*choices, now]
 
     def probe(self, role: str, config: Config, ranks: range, keys: Keys) -> Probe:
         """A role with its layout and micro-batch; it offloads nothing."""
@@ -331,14 +331,14 @@ class Search:
         combined = sorted((it for frame in frames for it in self._combinations(*frame)), key=lambda it: it.seconds)
         best = {(it.room, it.layout): it for it in reversed(combined)}
         ranked = iter(sorted({(it.seconds, it.layout): it for it in best.values()}.values(), key=lambda it: it.seconds))
-        found: dict[object, Result] = {}
-        while not found and (few := list(islice(ranked, PREDICTED))):
+        results: dict[object, Result] = {}
+        while not results and (few := list(islice(ranked, PREDICTED))):
             for layout, job, prediction in sorted(self._predicted(few), key=lambda it: it[-1].seconds):
-                if layout not in found and len(found) < KEPT:
+                if layout not in results and len(results) < KEPT:
                     self.counts["computed"] += 1
                     if (row := tightest(job.rows())).total <= self.space.limit:
-                        found[layout] = Result(job, prediction, row)
-        return [*found.values()]
+                        results[layout] = Result(job, prediction, row)
+        return [*results.values()]
 
     def _predicted(self, few: Iterable[Combination]) -> Iterator[tuple[object, TrainingPlan, Prediction]]:
         """Those that pass the job's own checks."""
