@@ -72,14 +72,14 @@ def network_finding(
     used = ", ".join(filter(None, (log.plugin, log.provider and f"provider {log.provider}")))
     places = (("between nodes", log.between), ("on a node", log.inside))
     links = [f"{where} {', '.join(sorted(kinds))}" for where, kinds in places if kinds]
-    found = "; ".join([f"{network} ({used})" if used else network, *links])
+    description = "; ".join([f"{network} ({used})" if used else network, *links])
     other = expected is not None and not same_network(network, expected)
     if num_nodes == 1 or not (other or (log.uses_tcp and adapters)):
-        return Finding("network", found)
+        return Finding("network", description)
     uses = "TCP" if log.uses_tcp else network
     why = f"the site file expects {expected}" if other else f"there is a faster network ({adapters[0]})"
     wrong = f"NCCL uses {uses} between nodes, and {why}; {_use_network(log, adapters, expected, environ)}"
-    return Finding("network", found, wrong, needed=other)
+    return Finding("network", description, wrong, needed=other)
 
 
 def _use_network(log: NcclLog, adapters: Sequence[str], expected: str | None, environ: Mapping[str, str]) -> str:
@@ -178,14 +178,14 @@ def rate_findings(expected: Expected, rates: Rates, ranks: int) -> Iterator[Find
             f"from rank {rates.pair[0]} to {rates.pair[1]}",
         ),
     ):
-        wanted = f", {least / 1e9:.2f} expected" if least else ""
+        comparison = f", {least / 1e9:.2f} expected" if least else ""
         wrong = None
         if least and rate < LEAST * least:
             wrong = (
                 f"{rate / least:.0%} of what the site file expects; see the lines of network, GPUDirect and nodes, and "
                 "leave a slow node out: `#SBATCH --exclude=NODE`"
             )
-        yield Finding(name, f"{rate / 1e9:.2f} GB/s {what}{wanted}", wrong, needed=False)
+        yield Finding(name, f"{rate / 1e9:.2f} GB/s {what}{comparison}", wrong, needed=False)
 
 
 FILES_OF_A_RANK, FILES_OF_A_PEER, TASKS_OF_A_RANK = 256, 4, 256  # a rank has sockets to peers; tasks are threads, too
