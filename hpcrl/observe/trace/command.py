@@ -134,12 +134,12 @@ def steps_in(text: str | None, recorded: Sequence[int]) -> tuple[int, int]:
         return (recorded[-1], recorded[-1]) if recorded else (0, 0)
     first, colon, last = text.partition(":")
     try:
-        found = int(first), int(last if colon else first)
+        steps = int(first), int(last if colon else first)
     except ValueError:
         raise InputError(f"--step {text}: expected a number of a step, or A:B") from None
-    if found[0] > found[1]:
+    if steps[0] > steps[1]:
         raise InputError(f"--step {text}: the first step is after the last one; expected A:B with A <= B")
-    return found
+    return steps
 
 
 def of_records(run: Path, files: TraceFiles, steps: Sequence[int], metadata: dict[str, Any]) -> Iterator[Event]:

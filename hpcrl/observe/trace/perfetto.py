@@ -100,8 +100,8 @@ class Timeline:
             if first <= at <= last:
                 flow = self._flows.setdefault((*key, seen[key]), len(self._flows) + 1)
                 yield from self._pair(flow, _flow(flow, transfer, pid, tid, at, is_sender))
-        found = [(one.track, Slice(ns(one.began), -ns(one.ended), one.name, "background", {})) for one in beside]
-        yield from self._beside(pid, rank.rank, found, first, last)
+        work = [(one.track, Slice(ns(one.began), -ns(one.ended), one.name, "background", {})) for one in beside]
+        yield from self._beside(pid, rank.rank, work, first, last)
         for slow in stragglers:
             if (slow.step, slow.rank) == (window.step, rank.rank):
                 yield _instant(_verdict(slow), pid, tid, last)

@@ -95,23 +95,23 @@ class TraceFiles:
             began, ended = hulls.get(one.slice_ns, (one.began, one.ended))
             hulls[one.slice_ns] = min(began, one.began), max(ended, one.ended)
         for rank in self._paths:
-            found: dict[int, RankStep] = {}
+            by_slice: dict[int, RankStep] = {}
             for record in self._records(rank):
                 hull = hulls.get(record.slice_ns)
                 if hull is None:
                     continue
-                kept = found.setdefault(record.slice_ns, RankStep(rank, record.node, [], []))
-                kept.clock.extend(one for one in record.clock if not kept.clock or one.at > kept.clock[-1].at)
-                if kept.overlaps(record, *hull):
-                    kept.records.append(record)
-                elif kept.records and len(hulls) == 1:
+                step = by_slice.setdefault(record.slice_ns, RankStep(rank, record.node, [], []))
+                step.clock.extend(one for one in record.clock if not step.clock or one.at > step.clock[-1].at)
+                if step.overlaps(record, *hull):
+                    step.records.append(record)
+                elif step.records and len(hulls) == 1:
                     break  # its alignment, too, is after the steps
             for window in windows:
-                kept = found.get(window.slice_ns, RankStep(rank, "", [], []))
-                records = [one for one in kept.records if kept.overlaps(one, window.began, window.ended)]
+                step = by_slice.get(window.slice_ns, RankStep(rank, "", [], []))
+                records = [one for one in step.records if step.overlaps(one, window.began, window.ended)]
                 if records:
-                    first = max((n for n, one in enumerate(kept.clock) if one.at <= records[0].began), default=0)
-                    yield window, RankStep(rank, kept.node, records, kept.clock[first:])
+                    first = max((n for n, one in enumerate(step.clock) if one.at <= records[0].began), default=0)
+                    yield window, RankStep(rank, step.node, records, step.clock[first:])
 
     def _find_windows(self) -> Iterator[Window]:
         """Windows of all recorded steps. Without rank 0's file, a step is the record of the lowest rank."""

@@ -63,14 +63,14 @@ class ClockAligner:
 
     def measure(self) -> Alignment:
         """Measure this rank's clock. Collective over the communicator."""
-        found: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
+        errors: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
         for leader in self._leaders:
             if self._comm.rank == 0:
-                found[leader] = min((self._ask(leader) for _ in range(ROUND_TRIPS)), key=lambda pair: pair[1])
+                errors[leader] = min((self._ask(leader) for _ in range(ROUND_TRIPS)), key=lambda pair: pair[1])
             elif self._comm.rank == leader:
                 for _ in range(ROUND_TRIPS):
                     self._answer()
-        offset, error = broadcast_object(self._comm, found)[self._leader]
+        offset, error = broadcast_object(self._comm, errors)[self._leader]
         return Alignment(self._clock(), offset, error)
 
     def _ask(self, rank: int) -> tuple[float, float]:
@@ -146,26 +146,26 @@ class StepRecord:
         """Unpack what was recorded. Raises TraceError."""
         try:
             names, spans, transfers, beside, counters, instants = msgpack.unpackb(self.packed)
-            found = Events(self.began, self.ended, self.waited)
+            events = Events(self.began, self.ended, self.waited)
             start = last = _ns(self.began)
             for name, after, length, waited, command in _rows(spans, 5):
                 last += after
                 waited = length if names[name] == WAIT else waited
-                found.spans.append(Recorded(last / 1e9, (last + length) / 1e9, names[name], waited / 1e9, command))
+                events.spans.append(Recorded(last / 1e9, (last + length) / 1e9, names[name], waited / 1e9, command))
             for kind, after, length, *rest in _rows(transfers, 7):
                 began = start + after
-                found.transfers.append(Transfer(began / 1e9, (began + length) / 1e9, names[kind], *rest))
+                events.transfers.append(Transfer(began / 1e9, (began + length) / 1e9, names[kind], *rest))
             for track, name, after, length in _rows(beside, 4):
                 began = start + after
-                found.beside.append(Beside(began / 1e9, (began + length) / 1e9, names[track], names[name]))
+                events.beside.append(Beside(began / 1e9, (began + length) / 1e9, names[track], names[name]))
             for name, after, value in _rows(counters, 3):
-                found.counters.append(Counter((start + after) / 1e9, names[name], value))
+                events.counters.append(Counter((start + after) / 1e9, names[name], value))
             for name, after in _rows(instants, 2):
-                found.instants.append(Instant((start + after) / 1e9, names[name]))
+                events.instants.append(Instant((start + after) / 1e9, names[name]))
         except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
             raise TraceError(f"the trace of step {self.step}, rank {self.rank} cannot be read: {error}") from error
-        found.num_dropped, found.shortest = self.num_dropped, self.shortest
-        return found
+        events.num_dropped, events.shortest = self.num_dropped, self.shortest
+        return events
 
 
 def encode(
