@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from statistics import fmean
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO
@@ -25,6 +25,8 @@ from hpcrl.engine.refit.planner import RankTraffic
 from hpcrl.forecast.memory.fixes import cheapest_fix, override, tightest
 from hpcrl.forecast.memory.memory import GIB, MIB, Row, TrainingPlan, binary, size
 from hpcrl.forecast.memory.state import (
+    FP32,
+    RoleModel,
     State,
     checkpoint_bytes,
     kept_checkpoints,
@@ -247,7 +249,6 @@ def _built(job: TrainingPlan) -> Iterator[str]:
         from hpcrl.runtime import platform
 
         platform.import_megatron()
-        from hpcrl.forecast.memory.meta import parameter_bytes
 
     start, count = time.perf_counter(), sum(model.layout.pp for model in job.models.values())
     for role, model in job.models.items():
@@ -257,6 +258,26 @@ def _built(job: TrainingPlan) -> Iterator[str]:
                 raise RuntimeError(f"{role} of stage {stage} has {built} bytes of parameters, planned were {planned}")
     seconds = time.perf_counter() - start
     yield f"  {'models':<22}{count} stages built on the meta device in {seconds:.1f} s; their parameters are as planned"
+
+
+def parameter_bytes(model: RoleModel, stage: int) -> int:
+    """Bytes of the parameters that megatron builds for a pipeline stage, on torch's meta device. Raises InputError if
+    megatron rejects the model or the layout."""
+    import torch
+
+    from hpcrl.model.build import build_model
+    from hpcrl.runtime.groups import fake_rank
+
+    kinds: dict[str, Any] = {"head": model.head, "dtype": torch.float32 if model.itemsize == FP32 else torch.bfloat16}
+    kinds |= {"sequence_parallel": model.sequence_parallel, "lora": model.lora, "device": torch.device("meta")}
+    with fake_rank(model.layout, model.layout.rank_of(pp=stage)) as groups, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            chunks = build_model(model.shape, groups, **kinds)
+        except (ValueError, AssertionError) as error:
+            raise InputError(f"megatron-core does not build this model: {error}") from error
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 NAMED = 4  # ranks that a row of a refit's table names

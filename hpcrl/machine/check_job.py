@@ -26,8 +26,8 @@ import numpy as np
 
 from hpcrl.machine import fabric
 from hpcrl.machine.check import GIB, Finding, report, start_mpi_or_exit
+from hpcrl.machine.fabric import NcclLog, error_advice, joined, nccl_versions, parse_log
 from hpcrl.machine.facts import Facts, GpuClock, find_facts, gpu_clock
-from hpcrl.machine.nccl_log import NcclLog, error_advice, joined, nccl_versions, parse_log
 from hpcrl.observe.trace.records import ClockAligner
 from hpcrl.runtime import exits, gpus
 from hpcrl.runtime.exits import InputError

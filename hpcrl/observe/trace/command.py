@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.read.stragglers import read_stragglers
 from hpcrl.observe.trace.perfetto import Event, Timeline, draw_trace, phases_of, write_trace
-from hpcrl.observe.trace.reader import TraceFiles, format_steps
+from hpcrl.observe.trace.records import TraceFiles, format_steps
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.sandbox.foreign_files import printable

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from hpcrl.observe.read.stragglers import Straggler
-from hpcrl.observe.trace.reader import RankStep, Window
+from hpcrl.observe.trace.records import RankStep, Window
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.spans import WAIT, Beside, Recorded, Transfer
 from hpcrl.sandbox.foreign_files import ERRORS
@@ -96,9 +96,9 @@ class Timeline:
                 if first <= (at := ns(counter.at)) <= last:
                     name, value = f"rank {rank.rank} {counter.name}", counter.value / GIB
                     yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at / 1e3, "args": {"GiB": value}}
-            for instant in events.instants:
-                if first <= (at := ns(instant.at)) <= last:
-                    yield instant(instant.name, pid, tid, at)
+            for mark in events.instants:
+                if first <= (at := ns(mark.at)) <= last:
+                    yield instant(mark.name, pid, tid, at)
         for one in nested(_clip(slices, first, last)):
             yield complete(one, pid, tid)
         seen: Count[tuple[Any, ...]] = Count()
