@@ -34,7 +34,7 @@ from hpcrl.forecast.memory.state import (
     snapshot_bytes,
     staged_bytes,
 )
-from hpcrl.forecast.memory.supervised import JOBS, SupervisedPlan, is_supervised, plan_of
+from hpcrl.forecast.memory.supervised import JOBS, SupervisedPlan, plan_of
 from hpcrl.forecast.time import calibrate, search_command
 from hpcrl.forecast.time import table as time_table
 from hpcrl.model.params import shards
@@ -104,7 +104,7 @@ def describe(
 ) -> list[str]:
     """The lines of the table. parsed: options of the command, which may add lines."""
     job = plan_of(described, described.read_config(path, overrides))
-    rows = job.rows()
+    rows, supervised = job.rows(), isinstance(job, SupervisedPlan)
     in_gib = tightest(rows).total >= GIB
     unit, name = (GIB, "GiB") if in_gib else (MIB, "MiB")
 
@@ -116,7 +116,7 @@ def describe(
 
     return [
         *_heading(path, job),
-        *([] if is_supervised(described) else _other_jobs(path, job)),
+        *([] if supervised else _other_jobs(path, job)),
         "",
         head(f"role, {name}", COLUMNS[:3]),
         *_states(job, cells),
@@ -125,9 +125,9 @@ def describe(
         *_phases(job, rows, cells),
         "",
         *_fit(job, rows),
-        *_costs(job),
+        *_costs(job, supervised),
         *(_built(job) if parsed is not None and parsed.way == "build" else ()),
-        *(time_table.lines_of(job, parsed) if parsed is not None and not is_supervised(described) else ()),
+        *(time_table.lines_of(job, parsed) if parsed is not None and not supervised else ()),
     ]
 
 
@@ -205,8 +205,8 @@ def _fit(job: TrainingPlan, rows: list[Row]) -> Iterator[str]:
     yield f"  {'not counted':<22}CUDA context, NCCL's buffers, fragmentation; activations of generation are estimated"
 
 
-def _costs(job: TrainingPlan) -> Iterator[str]:
-    config, steps, supervised = job.config, job.steps, isinstance(job, SupervisedPlan)
+def _costs(job: TrainingPlan, supervised: bool) -> Iterator[str]:
+    config, steps = job.config, job.steps
     roles = checkpoint_bytes(config, job.models)
     num_kept = kept_checkpoints(config.trainer, steps, saves_last=supervised)
     if offloaded := max(job.on_hosts().values(), default=0):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpcrl.machine.check import GIB, Finding, shared_memory_finding
@@ -207,50 +207,36 @@ def gpu_direct_findings(log: NcclLog) -> Iterator[Finding]:
     )
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A variable of libfabric. value: for the line to add. fits: whether another value is as good."""
-
-    name: str
-    value: str
-    fits: Callable[[str], bool]
-
-
-def _zero(name: str) -> Setting:
-    return Setting(name, "0", lambda value: value == "0")
-
-
-SLINGSHOT = (
+SLINGSHOT: tuple[tuple[str, str, dict[str, str]], ...] = (  # topic, why, and the variables of the line to add
     (
         "eager messages",
         "NCCL can hang on eager messages",
-        (_zero("FI_CXI_RDZV_GET_MIN"), _zero("FI_CXI_RDZV_THRESHOLD"), _zero("FI_CXI_RDZV_EAGER_SIZE")),
+        {"FI_CXI_RDZV_GET_MIN": "0", "FI_CXI_RDZV_THRESHOLD": "0", "FI_CXI_RDZV_EAGER_SIZE": "0"},
     ),
-    (
-        "completion queue",
-        "large jobs need a larger one",
-        (Setting("FI_CXI_DEFAULT_CQ_SIZE", "131072", lambda value: value.isdigit() and int(value) >= 131072),),
-    ),
-    (
-        "MR cache",
-        "the default monitor can hang with NCCL",
-        (Setting("FI_MR_CACHE_MONITOR", "userfaultfd", lambda value: value in ("userfaultfd", "kdreg2", "disabled")),),
-    ),
-    (
-        "host memory",
-        "the provider's registration calls can deadlock",
-        (Setting("FI_CXI_DISABLE_HOST_REGISTER", "1", lambda value: value == "1"),),
-    ),
+    ("completion queue", "large jobs need a larger one", {"FI_CXI_DEFAULT_CQ_SIZE": "131072"}),
+    ("MR cache", "the default monitor can hang with NCCL", {"FI_MR_CACHE_MONITOR": "userfaultfd"}),
+    ("host memory", "the provider's registration calls can deadlock", {"FI_CXI_DISABLE_HOST_REGISTER": "1"}),
 )
+
+
+def _is_as_good(name: str, value: str, advised: str) -> bool:
+    """Whether a variable of libfabric has the advised value, or one that is as good."""
+    if name == "FI_CXI_DEFAULT_CQ_SIZE":
+        return value.isdigit() and int(value) >= int(advised)
+    return value == advised or (name == "FI_MR_CACHE_MONITOR" and value in ("kdreg2", "disabled"))
 
 
 def slingshot_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Variables of Slingshot's libfabric provider, a line for each topic."""
-    for topic, why, settings in SLINGSHOT:
-        found = ", ".join(f"{it.name}={environ.get(it.name, '(unset)')}" for it in settings)
-        missing = [it for it in settings if not it.fits(environ.get(it.name, ""))]
-        line = f"{why}; `export {' '.join(f'{it.name}={it.value}' for it in missing)}`" if missing else None
-        yield Finding(topic, found, line, needed=False)
+    for topic, why, variables in SLINGSHOT:
+        values = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in variables)
+        missing = [
+            f"{name}={advised}"
+            for name, advised in variables.items()
+            if not _is_as_good(name, environ.get(name, ""), advised)
+        ]
+        line = f"{why}; `export {' '.join(missing)}`" if missing else None
+        yield Finding(topic, values, line, needed=False)
 
 
 LEAST = 0.8  # of the expected bandwidth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from hpcrl.config.roles import ACTOR, KEYS, REF, ROLLOUT, Part, RoleSpec
@@ -79,7 +80,7 @@ def _joined(kinds: Sequence[_Kind]) -> Change:
 
 
 def _changed(job: TrainingPlan, change: Mapping[str, object]) -> TrainingPlan:
-    return job.with_config(with_keys(job.config, change))
+    return replace(job, config=with_keys(job.config, change))
 
 
 def tightest_with(job: TrainingPlan, change: Mapping[str, object]) -> Row | None:

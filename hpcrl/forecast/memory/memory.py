@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -79,10 +79,6 @@ class TrainingPlan:
 
     config: Config
     own_roles: tuple[RoleSpec, ...] = ()
-
-    def with_config(self, config: Config) -> TrainingPlan:
-        """The same job with another config."""
-        return replace(self, config=config)
 
     @cached_property
     def derived(self) -> Derived:

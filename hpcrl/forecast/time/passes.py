@@ -23,14 +23,14 @@ from hpcrl.runtime.layout import ROW_MULTIPLE, Layout
 
 
 class Operators(NamedTuple):
-    """The operators of one way to run a model.
+    """Numbers of operators when a model runs in one way: forward only, training, or in the engine.
 
-    `run` is the field of `hpcrl.model.blocks.micro_batch.Launches` that counts. One of these operators takes `launches`
-    times as long as the operator of a plain layer, which takes `device.launch`. Under tensor parallelism a layer has
-    `tensor_parallel` operators more, under context parallelism `context_parallel`, and `adapter` for each pair of
-    LoRA's matrices. A micro-batch has `batch` operators before its first layer, and `split` more with context
-    parallelism. `lm` and `scalar` are those of a head and of what is computed from its outputs. Each sequence of a
-    micro-batch takes the time of `sequence` operators.
+    `run` names the field of `hpcrl.model.blocks.micro_batch.Launches` with a block's number of operators. The host
+    takes `launches` times `device.launch` for each operator. A layer has `tensor_parallel` additional operators under
+    tensor parallelism, `context_parallel` under context parallelism, and `adapter` for each pair of LoRA's matrices.
+    A micro-batch has `batch` operators before its first layer, and `split` more under context parallelism. `lm` and
+    `scalar` are the operators of a head and of the loss or the values. Each sequence of a micro-batch takes as long as
+    `sequence` operators.
     """
 
     run: Literal["forward", "training", "engine", "graph"]
@@ -45,7 +45,7 @@ class Operators(NamedTuple):
     sequence: float
 
     def of_layer(self, blocks: Iterable[Computation], layout: Layout, num_adapters: int = 0) -> float:
-        """Return those of a layer, by the computations of its blocks. It has so many matrices of adapters."""
+        """Return the number of operators of a layer, from the computations of its blocks."""
         count = sum(times * getattr(each, self.run) for block in blocks for each, times in block.launches)
         count += self.tensor_parallel * (layout.tp > 1) + self.context_parallel * (layout.cp > 1)
         return count + self.adapter * num_adapters / 2
@@ -146,8 +146,8 @@ class Recompute(NamedTuple):
 class Micro(NamedTuple):
     """A micro-batch on one rank.
 
-    Context-parallel ranks divide its `tokens`, and its `pairs` of tokens of which one attends to the other. Its
-    sequences have `length` tokens in the mean. The head is wanted for `outputs` tokens.
+    Context-parallel ranks divide its `tokens`, and its `pairs` of tokens of which one attends to the other. `length` is
+    the mean length of its sequences. The head computes outputs for `outputs` tokens.
     """
 
     tokens: float
