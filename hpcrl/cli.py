@@ -191,7 +191,7 @@ def run_on_ranks(job: type[Job], parsed: argparse.Namespace, stop: StopRequests 
 def memory_advice(
     job: type[Job], config: Config, num_ranks: int, rank: int, role: str | None, phase: str | None
 ) -> str:
-    from hpcrl.forecast.memory.advice import advice
+    from hpcrl.forecast.memory.fixes import advice
 
     if job.memory_advice:
         return f"to need less: {job.memory_advice}"

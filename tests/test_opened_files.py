@@ -78,13 +78,13 @@ ELSEWHERE = {  # module -> how many places, and which files
 }
 
 LISTENERS = {  # module -> how many places, and what listens; docs/security.md says until when and to whom
-    "forecast/memory/meta.py": (1, "torch's fake process group: nothing"),
     "rollout/environments/chat_server.py": (
         3,
         "a port of loopback or a Unix socket, for clients with the trajectory's key",
     ),
     "rollout/engines/tensorrt_llm/signatures.py": (1, "nothing: arguments of a signature"),
     "run/rollouts/streaming.py": (1, "nothing: the controller's own method"),
+    "runtime/groups.py": (1, "torch's fake process group: nothing"),
     "runtime/gpus.py": (2, "nothing: CPUs of a process"),
     "runtime/sockets.py": (1, "nothing: describes a socket"),
     "runtime/key_value_store.py": (1, "rank 0, for the ranks that have the secret"),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from statistics import fmean
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO
@@ -25,6 +25,8 @@ from hpcrl.engine.refit.planner import RankTraffic
 from hpcrl.forecast.memory.fixes import cheapest_fix, override, tightest
 from hpcrl.forecast.memory.memory import GIB, MIB, Row, TrainingPlan, binary, size
 from hpcrl.forecast.memory.state import (
+    FP32,
+    RoleModel,
     State,
     checkpoint_bytes,
     kept_checkpoints,
@@ -32,7 +34,7 @@ from hpcrl.forecast.memory.state import (
     snapshot_bytes,
     staged_bytes,
 )
-from hpcrl.forecast.memory.supervised import JOBS, SupervisedPlan, is_supervised, plan_of
+from hpcrl.forecast.memory.supervised import JOBS, SupervisedPlan, plan_of
 from hpcrl.forecast.time import calibrate, search_command
 from hpcrl.forecast.time import table as time_table
 from hpcrl.model.params import shards
@@ -102,7 +104,7 @@ def describe(
 ) -> list[str]:
     """The lines of the table. parsed: options of the command, which may add lines."""
     job = plan_of(described, described.read_config(path, overrides))
-    rows = job.rows()
+    rows, supervised = job.rows(), isinstance(job, SupervisedPlan)
     in_gib = tightest(rows).total >= GIB
     unit, name = (GIB, "GiB") if in_gib else (MIB, "MiB")
 
@@ -114,7 +116,7 @@ def describe(
 
     return [
         *_heading(path, job),
-        *([] if is_supervised(described) else _other_jobs(path, job)),
+        *([] if supervised else _other_jobs(path, job)),
         "",
         head(f"role, {name}", COLUMNS[:3]),
         *_states(job, cells),
@@ -123,9 +125,9 @@ def describe(
         *_phases(job, rows, cells),
         "",
         *_fit(job, rows),
-        *_costs(job),
+        *_costs(job, supervised),
         *(_built(job) if parsed is not None and parsed.way == "build" else ()),
-        *(time_table.lines_of(job, parsed) if parsed is not None and not is_supervised(described) else ()),
+        *(time_table.lines_of(job, parsed) if parsed is not None and not supervised else ()),
     ]
 
 
@@ -188,25 +190,25 @@ def _fit(job: TrainingPlan, rows: list[Row]) -> Iterator[str]:
         yield f"  {'tightest phase':<22}{where}, it fits; {binary(capacity - row.total)} are left"
     else:
         yield f"  {'tightest phase':<22}{where}, IT DOES NOT FIT; {binary(row.total - capacity)} too many"
-        found = cheapest_fix(job)
-        if found is None:
+        fix = cheapest_fix(job)
+        if fix is None:
             yield f"  {'cheapest fix':<22}none found: see docs/planning.md for what was tried"
         else:
-            yield f"  {'cheapest fix':<22}{' '.join(found.overrides)}"
+            yield f"  {'cheapest fix':<22}{' '.join(fix.overrides)}"
             joint = ""
-            for key, then in found.parts.items():
-                change = f"{joint}{override(key, found.change[key])}: " if len(found.parts) > 1 else ""
+            for key, then in fix.parts.items():
+                change = f"{joint}{override(key, fix.change[key])}: " if len(fix.parts) > 1 else ""
                 yield f"  {'':<22}{change}then {binary(then.total)}, in {then.phase}"
                 joint = "and "
-            if "model.lora_rank" in found.change:
+            if "model.lora_rank" in fix.change:
                 yield f"  {'':<22}model.lora_rank trains adapters: use about ten times the learning rate"
     yield f"  {'not counted':<22}CUDA context, NCCL's buffers, fragmentation; activations of generation are estimated"
 
 
-def _costs(job: TrainingPlan) -> Iterator[str]:
-    config, steps, supervised = job.config, job.steps, isinstance(job, SupervisedPlan)
+def _costs(job: TrainingPlan, supervised: bool) -> Iterator[str]:
+    config, steps = job.config, job.steps
     roles = checkpoint_bytes(config, job.models)
-    kept = kept_checkpoints(config.trainer, steps, saves_last=supervised)
+    num_kept = kept_checkpoints(config.trainer, steps, saves_last=supervised)
     if offloaded := max(job.on_hosts().values(), default=0):
         rank = max(map(job.on_host, job.places))
         yield f"  {'offloaded':<22}{binary(offloaded)} of a node's host memory, {binary(rank)} of a rank's"
@@ -217,10 +219,10 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
         yield f"  {'environments':<22}at most {binary(environments)} of a node's host memory ({limits})"
     each = sum(roles.values())
     parts = ", ".join(f"{role} {size(nbytes)}" for role, nbytes in roles.items())
-    if kept == 0:
+    if num_kept == 0:
         yield f"  {'checkpoints':<22}none (trainer.save_freq=-1)"
     else:
-        most = "all are kept" if kept is None else f"at most {kept} at once, {size(kept * each)}"
+        most = "all are kept" if num_kept is None else f"at most {num_kept} at once, {size(num_kept * each)}"
         yield f"  {'checkpoints':<22}{size(each)} each ({parts}); {most}"
         yield f"  {'host copy of a save':<22}{size(host_copy(job))} per rank"
     if config.trainer.snapshot_freq:
@@ -247,7 +249,6 @@ def _built(job: TrainingPlan) -> Iterator[str]:
         from hpcrl.runtime import platform
 
         platform.import_megatron()
-        from hpcrl.forecast.memory.meta import parameter_bytes
 
     start, count = time.perf_counter(), sum(model.layout.pp for model in job.models.values())
     for role, model in job.models.items():
@@ -257,6 +258,26 @@ def _built(job: TrainingPlan) -> Iterator[str]:
                 raise RuntimeError(f"{role} of stage {stage} has {built} bytes of parameters, planned were {planned}")
     seconds = time.perf_counter() - start
     yield f"  {'models':<22}{count} stages built on the meta device in {seconds:.1f} s; their parameters are as planned"
+
+
+def parameter_bytes(model: RoleModel, stage: int) -> int:
+    """Bytes of the parameters that megatron builds for a pipeline stage, on torch's meta device. Raises InputError if
+    megatron rejects the model or the layout."""
+    import torch
+
+    from hpcrl.model.build import build_model
+    from hpcrl.runtime.groups import fake_rank
+
+    kinds: dict[str, Any] = {"head": model.head, "dtype": torch.float32 if model.itemsize == FP32 else torch.bfloat16}
+    kinds |= {"sequence_parallel": model.sequence_parallel, "lora": model.lora, "device": torch.device("meta")}
+    with fake_rank(model.layout, model.layout.rank_of(pp=stage)) as groups, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            chunks = build_model(model.shape, groups, **kinds)
+        except (ValueError, AssertionError) as error:
+            raise InputError(f"megatron-core does not build this model: {error}") from error
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 NAMED = 4  # ranks that a row of a refit's table names

@@ -199,24 +199,24 @@ def gpu() -> Finding:
     """CUDA or ROCm, whichever torch is built for, and the GPUs that it can use."""
     if "torch" not in sys.modules:
         return Finding("CUDA", "torch is missing")
-    found = gpus.find_gpus()
-    return gpu_finding(found, [gpus.gpu_here(index) for index in range(found.num_usable)])
+    hardware = gpus.find_gpus()
+    return gpu_finding(hardware, [gpus.gpu_here(index) for index in range(hardware.num_usable)])
 
 
-def gpu_finding(found: gpus.FoundGpus, usable: list[gpus.Gpu]) -> Finding:
-    name = found.toolkit.name
-    if found.wheel is None:
-        return Finding("CUDA", "torch is built for the CPU", gpus.unused(found), needed=False)
+def gpu_finding(hardware: gpus.FoundGpus, usable: list[gpus.Gpu]) -> Finding:
+    name = hardware.toolkit.name
+    if hardware.wheel is None:
+        return Finding("CUDA", "torch is built for the CPU", gpus.unused(hardware), needed=False)
     if not usable:
-        wrong = gpus.unusable(found)
+        wrong = gpus.unusable(hardware)
         why = "no GPU can be used here: normal on a login node, wrong on a compute node (driver? --gpus-per-node?)"
-        return Finding(name, f"{found.wheel}, no GPU", wrong or why, needed=wrong is not None)
+        return Finding(name, f"{hardware.wheel}, no GPU", wrong or why, needed=wrong is not None)
     kinds = Counter(f"{each.name} ({gpus.described(each.architecture).split()[-1]})" for each in usable)
     old = [line for each in usable if (line := gpus.too_old(each))]
     without_bfloat16 = [line for each in usable if (line := gpus.lacks_bfloat16(each))]
     wrong = next(iter([*old, *without_bfloat16]), None)
     text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    return Finding(name, f"{found.wheel}, {text}", wrong, needed=bool(old))
+    return Finding(name, f"{hardware.wheel}, {text}", wrong, needed=bool(old))
 
 
 def _on_gpu() -> bool:
@@ -304,8 +304,8 @@ def requirements() -> Finding:
     if absent := [name for name in missing(here) if name != "mpich"]:  # the site may have another MPI library
         wrong.append(f"not installed: {', '.join(absent)}")
     extras = [extra for extra in metadata.metadata("hpcrl").get_all("Provides-Extra") or [] if not missing(extra)]
-    found = f"{version_of('hpcrl')}, extras: {', '.join(extras) or 'none'}"
-    return Finding("hpcrl", found, f"{'; '.join(wrong)}; {install_extra()}" if wrong else None)
+    installed = f"{version_of('hpcrl')}, extras: {', '.join(extras) or 'none'}"
+    return Finding("hpcrl", installed, f"{'; '.join(wrong)}; {install_extra()}" if wrong else None)
 
 
 def sandbox() -> Finding:
@@ -324,9 +324,9 @@ def sandbox() -> Finding:
         (isolation.filtered, "none of your keys", "use your keys in the kernel, and memory that no limit counts"),
     )
     has = ", ".join(what for holds, what, _ in parts if holds)
-    found = f"{has}; {limits}" if has else f"{limits} only"
+    protection = f"{has}; {limits}" if has else f"{limits} only"
     if isolation.complete:
-        return Finding(name, found)
+        return Finding(name, protection)
     reach = ", ".join(what for holds, _, what in parts if not holds)
     if isolation.shown:
         needed = "seccomp filters (CONFIG_SECCOMP_FILTER, on x86_64 or aarch64)"
@@ -337,7 +337,7 @@ def sandbox() -> Finding:
         )
     return Finding(
         name,
-        found,
+        protection,
         f"programs under test can {reach} ({isolation.why_not}); where you score code, allow {needed}",
         needed=False,
     )
@@ -348,11 +348,11 @@ def task_sandbox() -> Finding:
     why_not, layers = probe_sandbox()
     if why_not:
         return Finding("task sandbox", "none", f"{why_not}; where environments run commands, {NEEDED}", needed=False)
-    found = "no network, no other processes, none of your files; files of a task in memory, with snapshots"
+    protection = "no network, no other processes, none of your files; files of a task in memory, with snapshots"
     if layers:
-        return Finding("task sandbox", found)
+        return Finding("task sandbox", protection)
     copied = "each sandbox copies its task's folder, and cannot have an image: no overlayfs over a tmpfs (Linux 6.6)"
-    return Finding("task sandbox", found, copied, needed=False)
+    return Finding("task sandbox", protection, copied, needed=False)
 
 
 def cores() -> Finding:

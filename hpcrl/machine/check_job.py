@@ -26,8 +26,8 @@ import numpy as np
 
 from hpcrl.machine import fabric
 from hpcrl.machine.check import GIB, Finding, report, start_mpi_or_exit
+from hpcrl.machine.fabric import NcclLog, error_advice, joined, nccl_versions, parse_log
 from hpcrl.machine.facts import Facts, GpuClock, find_facts, gpu_clock
-from hpcrl.machine.nccl_log import NcclLog, error_advice, joined, nccl_versions, parse_log
 from hpcrl.observe.trace.records import ClockAligner
 from hpcrl.runtime import exits, gpus
 from hpcrl.runtime.exits import InputError
@@ -82,10 +82,10 @@ def pair_bandwidths(comm: MPI.Intracomm, nodes: Sequence[int]) -> dict[Pair, flo
             ranks = [nodes[place] for place in pair]
             if comm.rank in ranks:
                 mine[pair] = _bandwidth(comm, ranks[1] if comm.rank == ranks[0] else ranks[0])
-    found: dict[Pair, float] = {}
+    slowest: dict[Pair, float] = {}
     for part in all_gather_object(comm, mine):
-        found |= {pair: min(speed, found.get(pair, speed)) for pair, speed in part.items()}
-    return found
+        slowest |= {pair: min(speed, slowest.get(pair, speed)) for pair, speed in part.items()}
+    return slowest
 
 
 def _ping(comm: MPI.Intracomm, peer: int) -> float:
@@ -121,13 +121,13 @@ def rounds(count: int) -> list[list[Pair]]:
     The circle method of round-robin tournaments: one node stays, the others rotate by one place between rounds.
     """
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    found = []
+    all_rounds = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         met = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
+        all_rounds.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+    return all_rounds
 
 
 def deviants(values: Sequence[T]) -> tuple[T, list[int]]:
@@ -147,12 +147,12 @@ def slow_nodes(bandwidth: Mapping[Pair, float], count: int) -> list[int]:
 def slow_pairs(bandwidth: Mapping[Pair, float], count: int) -> list[Pair]:
     """Slow pairs of nodes that are both fast with other nodes."""
     best = best_of_nodes(bandwidth, count)
-    return [pair for pair, found in bandwidth.items() if found < min(best[pair[0]], best[pair[1]]) / SLOW]
+    return [pair for pair, speed in bandwidth.items() if speed < min(best[pair[0]], best[pair[1]]) / SLOW]
 
 
 def best_of_nodes(bandwidth: Mapping[Pair, float], count: int) -> list[float]:
     """Bandwidth of each node with its fastest partner."""
-    return [max((found for pair, found in bandwidth.items() if node in pair), default=0.0) for node in range(count)]
+    return [max((speed for pair, speed in bandwidth.items() if node in pair), default=0.0) for node in range(count)]
 
 
 def late_links(seconds: Sequence[float], kinds: Sequence[bool]) -> list[int]:
@@ -241,8 +241,8 @@ def _run(
     folder, backend, expected = _agreed_job(comm, find_job)
 
     with stage("looking at versions and folders"):
-        found = all_gather_object(comm, find_facts(MPI.Get_library_version()))
-    nodes = nodes_of([fact.host for fact in found])
+        facts = all_gather_object(comm, find_facts(MPI.Get_library_version()))
+    nodes = nodes_of([fact.host for fact in facts])
     first = [node.ranks[0] for node in nodes]
     with stage("pinging the next rank"):
         latencies = ring_latencies(comm)
@@ -259,15 +259,15 @@ def _run(
         table = [
             *world_findings(os.environ, comm.size, MPI.Get_library_version(), len(nodes)),
             *gpu_support_findings(os.environ, MPI.Get_library_version()),
-            *node_findings(nodes, found, links),
+            *node_findings(nodes, facts, links),
             *link_findings(nodes, links),
             *fabric.state_findings(
                 [node.host for node in nodes],
-                [found[rank].state for rank in first],
+                [facts[rank].state for rank in first],
                 [len(node.ranks) for node in nodes],
             ),
             folder_finding(nodes, shared),
-            *version_findings(nodes, [fact.versions for fact in found]),
+            *version_findings(nodes, [fact.versions for fact in facts]),
             *bundle_findings(shared.path, verify),
         ]
     world = None
@@ -287,9 +287,9 @@ def _run(
                     table.append(Finding("torch", "does not start", str(error)))
             if world is not None:
                 with stage("measuring the fabric"), _explained(log):
-                    table += _fabric_findings(world, nodes, found, expected, log)
+                    table += _fabric_findings(world, nodes, facts, expected, log)
         timer.cancel()
-        table += listener_findings(nodes, [each for found in all_gather_object(comm, opened.all()) for each in found])
+        table += listener_findings(nodes, [one for own in all_gather_object(comm, opened.all()) for one in own])
     code = int(broadcast_object(comm, report(table, "a job on these nodes") if comm.rank == 0 else None))
     if save_machine is not None and world is not None:
         _measure(world, status, [node.ranks for node in nodes], shared.path, save_machine, rounds)
@@ -376,8 +376,8 @@ def _measure(
         if world.rank == 0:
             print(f"\nmeasuring on {world.size} rank(s), {world.threads} thread(s) per rank", flush=True)
         with status.within("check", "measuring"):
-            found = measure(world, nodes, folder, partial(print, flush=True), rounds)
-        path = run_collectively(world.comm, lambda: save(found) if world.rank == 0 else None)
+            figures = measure(world, nodes, folder, partial(print, flush=True), rounds)
+        path = run_collectively(world.comm, lambda: save(figures) if world.rank == 0 else None)
     except InputError as error:
         finish_with_error(error, world.rank)
     timer.cancel()
@@ -408,11 +408,11 @@ def gpu_support_findings(environ: Mapping[str, str], library: str) -> Iterator[F
         yield Finding("GPU-aware MPI", "enabled", BESIDE_NCCL, needed=False)
 
 
-def node_findings(nodes: Sequence[Node], found: Sequence[Facts], links: Links) -> Iterator[Finding]:
+def node_findings(nodes: Sequence[Node], facts: Sequence[Facts], links: Links) -> Iterator[Finding]:
     """A line for each node, with what is wrong with it."""
     best, slow = best_of_nodes(links.bandwidth, len(nodes)), slow_nodes(links.bandwidth, len(nodes))
     for place, node in enumerate(nodes):
-        fact, offset = found[node.ranks[0]], links.offsets[place]
+        fact, offset = facts[node.ranks[0]], links.offsets[place]
         cells = [format_ranks(node.ranks), fact.address, f"clock {1e3 * offset:+.1f} ms"]
         if len(nodes) > 1:
             cells.append(f"{best[place] / 1e9:.2f} GB/s")
@@ -463,12 +463,12 @@ def version_findings(nodes: Sequence[Node], versions: Sequence[Mapping[str, str 
     """Versions that must be the same on all ranks: a line for each that differs, and one for all that do not."""
     equal = []
     for name in versions[0]:
-        common, others = deviants([found[name] for found in versions])
+        common, others = deviants([own[name] for own in versions])
         if not others:
             equal += [f"{name} {common}"] if common else []
             continue
-        found = [f"{versions[node.ranks[0]][name] or 'none'} on {node}" for node in _some_of(nodes, others)]
-        wrong = f"{', '.join(found)}; the others have {common or 'none'}"
+        deviations = [f"{versions[node.ranks[0]][name] or 'none'} on {node}" for node in _some_of(nodes, others)]
+        wrong = f"{', '.join(deviations)}; the others have {common or 'none'}"
         yield Finding(name, "not the same everywhere", wrong)
     yield Finding("the same", ", ".join(equal))
 
@@ -505,10 +505,10 @@ def _agreed_job(comm: MPI.Intracomm, find_job: Callable[[], tuple[str, str]]) ->
         return folder, backend, fabric.read_expected(os.environ if comm.rank == 0 else {})
 
     try:
-        found: tuple[str, str, fabric.Expected] = broadcast_object(comm, run_collectively(comm, look))
+        job: tuple[str, str, fabric.Expected] = broadcast_object(comm, run_collectively(comm, look))
     except InputError as error:
         finish_with_error(error, comm.rank)
-    return found
+    return job
 
 
 def _try_folder(comm: MPI.Intracomm, folder: str) -> Folder:

@@ -3,17 +3,116 @@
 Pure functions of NCCL's logs, the environment, what a site's profile expects, and what each node has. Settings of
 Slingshot are those of two public guides, of CSCS (cscs-docs, communication/nccl, August 2026) and of HPE
 (shs-ccl-docs, nccl_tuning_guide, April 2026).
+
+NCCL and RCCL write their log with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH. The formats were read from the
+sources of NCCL 2.21.5, 2.22.3, 2.27.7 and 2.30.7, of RCCL 2.21.5 and of aws-ofi-nccl 1.9.2, 1.14.2 and 1.21, and from
+logs in public issues; they were not run on several GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hpcrl.machine.check import GIB, Finding, shared_memory_finding
 from hpcrl.machine.facts import GpuClock, NodeState
-from hpcrl.machine.nccl_log import NcclLog
 from hpcrl.runtime.exits import InputError
+
+MESSAGE = re.compile(r"NCCL (INFO|WARN) (.*)")
+CHANNEL = re.compile(
+    r"Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\](?: \[\w+\])? via (.+?)(?: comm \w+ nRanks \d+)?$"
+)
+FIELDS = {
+    "version": re.compile(r"\b[NR]CCL version\s*:?\s*([\w.+-]+)"),
+    "network": re.compile(r"Using network (.+)"),
+    "plugin": re.compile(
+        r"(aws-ofi-\w+ \S+)$|Loaded net plugin (.+)|Successfully loaded external (?:network )?plugin (.+)"
+    ),
+    "libfabric": re.compile(r"NET/OFI Using Libfabric version ([\d.]+)"),
+    "provider": re.compile(r"NET/OFI Selected [Pp]rovider is ([^,\s(]+)"),
+}
+NO_GPU_DIRECT = re.compile(r"GPU Direct RDMA Disabled for HCA")  # by the driver; for a GPU it is by distance
+
+
+@dataclass(frozen=True)
+class NcclLog:
+    """What a rank's log says, None where it says nothing.
+
+    network: NCCL's name of it: Socket, IB, AWS Libfabric, ... libfabric: version that the plugin uses. provider: of
+    libfabric. inside, between: connections by transport, to ranks of the same node and of others.
+    """
+
+    version: str | None = None
+    network: str | None = None
+    plugin: str | None = None
+    libfabric: str | None = None
+    provider: str | None = None
+    inside: Counter[str] = field(default_factory=Counter)
+    between: Counter[str] = field(default_factory=Counter)
+    driver_has_gpu_direct: bool = True
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def uses_tcp(self) -> bool:
+        """Whether it is TCP that connects nodes: NVLink between nodes (MNNVL) needs no network."""
+        is_tcp = self.network == "Socket" or (self.provider or "").split(";")[0] in ("tcp", "sockets", "udp")
+        return is_tcp and (not self.between or any(kind.startswith("NET/") for kind in self.between))
+
+
+def parse_log(text: str, node_of: Sequence[int] = ()) -> NcclLog:
+    """Parse the log of a rank whose only communicator is the world's. node_of: the node of each rank."""
+    messages = [match.groups() for line in text.splitlines() if (match := MESSAGE.search(line))]
+    fields: dict[str, str] = {}
+    links = {True: Counter[str](), False: Counter[str]()}  # by whether the ranks are on one node
+    for _, message in messages:
+        for name, pattern in FIELDS.items():
+            if match := pattern.search(message):
+                fields[name] = next(filter(None, match.groups())).strip()
+        if (match := CHANNEL.match(message)) and max(ends := (int(match[1]), int(match[2]))) < len(node_of):
+            links[node_of[ends[0]] == node_of[ends[1]]][transport(match[3])] += 1
+    warnings = tuple(dict.fromkeys(message for level, message in messages if level == "WARN"))
+    disabled = any(NO_GPU_DIRECT.search(message) for _, message in messages)
+    return NcclLog(
+        **fields, inside=links[True], between=links[False], driver_has_gpu_direct=not disabled, warnings=warnings
+    )
+
+
+def transport(via: str) -> str:
+    """Kind of a connection: without devices, NET/AWS Libfabric/0(2)/GDRDMA/Shared is NET/AWS Libfabric/GDRDMA."""
+    return "/".join(via.split("/")[:2] + (["GDRDMA"] if "/GDRDMA" in via else []))
+
+
+def joined(logs: Sequence[NcclLog]) -> NcclLog:
+    """One log of all ranks: fields of the first rank, and the connections and warnings of all."""
+    return replace(
+        logs[0],
+        inside=sum((log.inside for log in logs), Counter[str]()),
+        between=sum((log.between for log in logs), Counter[str]()),
+        driver_has_gpu_direct=all(log.driver_has_gpu_direct for log in logs),
+        warnings=tuple(dict.fromkeys(warning for log in logs for warning in log.warnings)),
+    )
+
+
+def nccl_versions(log: NcclLog) -> dict[str, str | None]:
+    """What must be the same on all ranks."""
+    return {
+        "NCCL": log.version,
+        "NCCL's network": log.network,
+        "NCCL's plugin": log.plugin,
+        "NCCL's libfabric": log.libfabric,
+        "NCCL's provider": log.provider,
+    }
+
+
+def error_advice(log: NcclLog) -> str | None:
+    """The reason of an error of NCCL and what to do; None if its log has no reason."""
+    if not log.warnings:
+        return None
+    missing = any("not found" in warning or "any NET plugin" in warning for warning in log.warnings)
+    advice = "put the folder of the plugin libnccl-net.so into LD_LIBRARY_PATH, or `unset NCCL_NET NCCL_NET_PLUGIN`"
+    return f"NCCL failed: {log.warnings[-1].rstrip('.')}{f'; {advice}' if missing else ''}"
 
 
 @dataclass(frozen=True)
@@ -72,14 +171,14 @@ def network_finding(
     used = ", ".join(filter(None, (log.plugin, log.provider and f"provider {log.provider}")))
     places = (("between nodes", log.between), ("on a node", log.inside))
     links = [f"{where} {', '.join(sorted(kinds))}" for where, kinds in places if kinds]
-    found = "; ".join([f"{network} ({used})" if used else network, *links])
+    description = "; ".join([f"{network} ({used})" if used else network, *links])
     other = expected is not None and not same_network(network, expected)
     if num_nodes == 1 or not (other or (log.uses_tcp and adapters)):
-        return Finding("network", found)
+        return Finding("network", description)
     uses = "TCP" if log.uses_tcp else network
     why = f"the site file expects {expected}" if other else f"there is a faster network ({adapters[0]})"
     wrong = f"NCCL uses {uses} between nodes, and {why}; {_use_network(log, adapters, expected, environ)}"
-    return Finding("network", found, wrong, needed=other)
+    return Finding("network", description, wrong, needed=other)
 
 
 def _use_network(log: NcclLog, adapters: Sequence[str], expected: str | None, environ: Mapping[str, str]) -> str:
@@ -108,50 +207,36 @@ def gpu_direct_findings(log: NcclLog) -> Iterator[Finding]:
     )
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A variable of libfabric. value: for the line to add. fits: whether another value is as good."""
-
-    name: str
-    value: str
-    fits: Callable[[str], bool]
-
-
-def _zero(name: str) -> Setting:
-    return Setting(name, "0", lambda value: value == "0")
-
-
-SLINGSHOT = (
+SLINGSHOT: tuple[tuple[str, str, dict[str, str]], ...] = (  # topic, why, and the variables of the line to add
     (
         "eager messages",
         "NCCL can hang on eager messages",
-        (_zero("FI_CXI_RDZV_GET_MIN"), _zero("FI_CXI_RDZV_THRESHOLD"), _zero("FI_CXI_RDZV_EAGER_SIZE")),
+        {"FI_CXI_RDZV_GET_MIN": "0", "FI_CXI_RDZV_THRESHOLD": "0", "FI_CXI_RDZV_EAGER_SIZE": "0"},
     ),
-    (
-        "completion queue",
-        "large jobs need a larger one",
-        (Setting("FI_CXI_DEFAULT_CQ_SIZE", "131072", lambda value: value.isdigit() and int(value) >= 131072),),
-    ),
-    (
-        "MR cache",
-        "the default monitor can hang with NCCL",
-        (Setting("FI_MR_CACHE_MONITOR", "userfaultfd", lambda value: value in ("userfaultfd", "kdreg2", "disabled")),),
-    ),
-    (
-        "host memory",
-        "the provider's registration calls can deadlock",
-        (Setting("FI_CXI_DISABLE_HOST_REGISTER", "1", lambda value: value == "1"),),
-    ),
+    ("completion queue", "large jobs need a larger one", {"FI_CXI_DEFAULT_CQ_SIZE": "131072"}),
+    ("MR cache", "the default monitor can hang with NCCL", {"FI_MR_CACHE_MONITOR": "userfaultfd"}),
+    ("host memory", "the provider's registration calls can deadlock", {"FI_CXI_DISABLE_HOST_REGISTER": "1"}),
 )
+
+
+def _is_as_good(name: str, value: str, advised: str) -> bool:
+    """Whether a variable of libfabric has the advised value, or one that is as good."""
+    if name == "FI_CXI_DEFAULT_CQ_SIZE":
+        return value.isdigit() and int(value) >= int(advised)
+    return value == advised or (name == "FI_MR_CACHE_MONITOR" and value in ("kdreg2", "disabled"))
 
 
 def slingshot_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Variables of Slingshot's libfabric provider, a line for each topic."""
-    for topic, why, settings in SLINGSHOT:
-        found = ", ".join(f"{it.name}={environ.get(it.name, '(unset)')}" for it in settings)
-        missing = [it for it in settings if not it.fits(environ.get(it.name, ""))]
-        line = f"{why}; `export {' '.join(f'{it.name}={it.value}' for it in missing)}`" if missing else None
-        yield Finding(topic, found, line, needed=False)
+    for topic, why, variables in SLINGSHOT:
+        values = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in variables)
+        missing = [
+            f"{name}={advised}"
+            for name, advised in variables.items()
+            if not _is_as_good(name, environ.get(name, ""), advised)
+        ]
+        line = f"{why}; `export {' '.join(missing)}`" if missing else None
+        yield Finding(topic, values, line, needed=False)
 
 
 LEAST = 0.8  # of the expected bandwidth
@@ -178,14 +263,14 @@ def rate_findings(expected: Expected, rates: Rates, ranks: int) -> Iterator[Find
             f"from rank {rates.pair[0]} to {rates.pair[1]}",
         ),
     ):
-        wanted = f", {least / 1e9:.2f} expected" if least else ""
+        comparison = f", {least / 1e9:.2f} expected" if least else ""
         wrong = None
         if least and rate < LEAST * least:
             wrong = (
                 f"{rate / least:.0%} of what the site file expects; see the lines of network, GPUDirect and nodes, and "
                 "leave a slow node out: `#SBATCH --exclude=NODE`"
             )
-        yield Finding(name, f"{rate / 1e9:.2f} GB/s {what}{wanted}", wrong, needed=False)
+        yield Finding(name, f"{rate / 1e9:.2f} GB/s {what}{comparison}", wrong, needed=False)
 
 
 FILES_OF_A_RANK, FILES_OF_A_PEER, TASKS_OF_A_RANK = 256, 4, 256  # a rank has sockets to peers; tasks are threads, too

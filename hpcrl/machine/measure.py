@@ -94,8 +94,8 @@ def measure(
 def _first_ranks(world: World, nodes: Sequence[Sequence[int]]) -> list[DeviceFigures]:
     """Figures of the first rank of each node, while its other ranks wait."""
     leads = any(world.rank == ranks[0] for ranks in nodes)
-    found = world.all_gather_object(measure_device(world.device) if leads else None)
-    return [figures for figures in found if figures is not None]
+    gathered = world.all_gather_object(measure_device(world.device) if leads else None)
+    return [figures for figures in gathered if figures is not None]
 
 
 def _device(world: World, single: Sequence[DeviceFigures]) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def _device(world: World, single: Sequence[DeviceFigures]) -> dict[str, Any]:
         return median(map(figure, single))
 
     def rates(kind: str) -> dict[str, dict[str, float]]:
-        found = [getattr(figures, kind) for figures in single]
-        medians = {dtype: map(median, zip(*(rates[dtype] for rates in found), strict=True)) for dtype in found[0]}
+        measured = [getattr(figures, kind) for figures in single]
+        medians = {dtype: map(median, zip(*(rates[dtype] for rates in measured), strict=True)) for dtype in measured[0]}
         return {dtype: {"flops": flops, "half_rows": rows} for dtype, (flops, rows) in medians.items()}
 
     on_gpu = world.device.type == "cuda"
@@ -121,13 +121,13 @@ def _device(world: World, single: Sequence[DeviceFigures]) -> dict[str, Any]:
 
 def _rates(world: World, local: Sequence[int]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Products of the first rank of each node, and of all ranks together: by rank, see `product_rate`. Collective."""
-    found = []
+    both = []
     for together in (False, True):
         world.barrier()
         runs = together or world.rank == local[0]
         seconds = TOGETHER_SECONDS if together else SINGLE_SECONDS
-        found.append(world.all_gather_object(product_rate(world.device, seconds) if runs else (0.0, 0.0)))
-    return found[0], found[1]
+        both.append(world.all_gather_object(product_rate(world.device, seconds) if runs else (0.0, 0.0)))
+    return both[0], both[1]
 
 
 def _cores(world: World, local: Sequence[int], rounds: Sequence[Any]) -> tuple[float, float]:
@@ -140,8 +140,8 @@ def _cores(world: World, local: Sequence[int], rounds: Sequence[Any]) -> tuple[f
         allowed = world.all_gather_object(os.sched_getaffinity(0))
         cores = min(cores, len(set().union(*(allowed[rank] for rank in local))) / world.threads)
     own = max(first[local[0]][1] for first, _ in rounds) / world.threads
-    found = world.all_gather_object((cores, own))
-    return min(cores for cores, _ in found), min(own for _, own in found)
+    of_ranks = world.all_gather_object((cores, own))
+    return min(cores for cores, _ in of_ranks), min(own for _, own in of_ranks)
 
 
 def _links(world: World, nodes: Sequence[Sequence[int]], device: dict[str, Any], cores: float | None) -> dict[str, Any]:

@@ -69,8 +69,8 @@ def best_figures(rounds: Sequence[DeviceFigures]) -> DeviceFigures:
     of a core, only takes time."""
 
     def rates(kind: str) -> dict[str, tuple[float, float]]:
-        each = [getattr(figures, kind) for figures in rounds]
-        return {dtype: max(found[dtype] for found in each) for dtype in each[0]}
+        tables = [getattr(figures, kind) for figures in rounds]
+        return {dtype: max(table[dtype] for table in tables) for dtype in tables[0]}
 
     replays = [it.replay for it in rounds if it.replay is not None]
     return DeviceFigures(
@@ -243,14 +243,14 @@ def median_seconds(call: Callable[[], object], device: torch.device) -> float:
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     call()
     synchronize(device)
-    found: list[float] = []
-    while len(found) < 3 or (len(found) < REPEATS and sum(found) * calls < REPEAT_SECONDS):
+    seconds: list[float] = []
+    while len(seconds) < 3 or (len(seconds) < REPEATS and sum(seconds) * calls < REPEAT_SECONDS):
         began = clock()
         for _ in range(calls):
             call()
         synchronize(device)
-        found.append((clock() - began) / calls)
-    return median(found)
+        seconds.append((clock() - began) / calls)
+    return median(seconds)
 
 
 def synchronize(device: torch.device) -> None:
@@ -287,7 +287,7 @@ def _round_trip(world: World, pair: tuple[int, int], nbytes: int) -> float:
     message = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
     first = world.rank == pair[0]
     peer = pair[1] if first else pair[0]
-    found = []
+    seconds = []
     for _ in range(LINK_REPEATS + 1):
         began = time.perf_counter()
         for sends in (first, not first):
@@ -296,8 +296,8 @@ def _round_trip(world: World, pair: tuple[int, int], nbytes: int) -> float:
             else:
                 dist.recv(message, peer)
         synchronize(world.device)
-        found.append(time.perf_counter() - began)
-    return median(found[1:])  # the first one connects
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[1:])  # the first one connects
 
 
 def node_network(world: World, first: Sequence[int], second: Sequence[int]) -> float:
@@ -369,10 +369,10 @@ def all_reduce_bandwidth(world: World, size: int) -> float:
 
 
 def _all_reduce(world: World, values: torch.Tensor, group: dist.ProcessGroup | None) -> float:
-    found = []
+    seconds = []
     for _ in range(LINK_REPEATS // 2 + 1):
         began = time.perf_counter()
         dist.all_reduce(values, group=group)
         synchronize(world.device)
-        found.append(time.perf_counter() - began)
-    return median(found[1:])
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[1:])

@@ -6,6 +6,9 @@ layouts can use the same ranks.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from hpcrl.runtime.layout import GROUP_DIMS, Coord, Layout
+from hpcrl.runtime.platform import make_gather_buffer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,3 +124,33 @@ def _embedding_groups(layout: Layout, cache: GroupCache) -> tuple[ProcessGroup |
         embd = cache.get(ends) or embd
         pos_embd = cache.get(stages[:1]) or pos_embd
     return embd, pos_embd
+
+
+class OwnGroups(GroupCache):
+    """The groups of one rank, made without the other ranks."""
+
+    def get(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        if self._rank not in ranks:
+            return None
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._groups[ranks]
+
+
+@contextmanager
+def fake_rank(layout: Layout, rank: int) -> Iterator[RoleGroups]:
+    """Context in which this process is a rank of a layout, in a world that ends with the layout's last rank. It has
+    nothing of a rank that the process was before.
+
+    Process groups are of torch's "fake" backend: they have a size and a rank, and their collectives do nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    make_gather_buffer()
+    hook = sys.excepthook  # torch puts its own around it each time
+    dist.init_process_group("fake", rank=rank, world_size=max(layout.ranks) + 1, store=FakeStore())
+    try:
+        yield make_groups({"role": layout}, rank, OwnGroups(rank))["role"]
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook

@@ -15,15 +15,19 @@ from hpcrl.machine.check import GIB, Finding
 from hpcrl.machine.check_job import gpu_support_findings
 from hpcrl.machine.fabric import (
     Expected,
+    NcclLog,
     Rates,
     clock_findings,
+    error_advice,
+    joined,
+    nccl_versions,
     network_findings,
+    parse_log,
     rate_findings,
     read_expected,
     state_findings,
 )
 from hpcrl.machine.facts import GpuClock, NodeState, find_adapters, gpu_clock
-from hpcrl.machine.nccl_log import NcclLog, error_advice, joined, nccl_versions, parse_log
 from hpcrl.runtime.exits import InputError
 
 # rank 1 of 4 ranks on two nodes; channels are completed by `log`

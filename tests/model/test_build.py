@@ -16,7 +16,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.moe import moe_utils
 
 from hpcrl.config.schema import TransformerEngineConfig
-from hpcrl.forecast.memory.meta import fake_rank
 from hpcrl.model import build, params
 from hpcrl.model.blocks.layers import RMSNorm
 from hpcrl.model.build import _replaced, use_transformer_engine, uses_transformer_engine
@@ -24,6 +23,7 @@ from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime import megatron_versions
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import fake_rank
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.megatron_versions import mlp_submodules
 

@@ -13,7 +13,6 @@ from torch.nn.functional import linear
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from hpcrl.forecast.memory.meta import fake_rank
 from hpcrl.model.blocks.attention_modules import CachedAttention
 from hpcrl.model.blocks.block import Block, CachedState
 from hpcrl.model.blocks.gated_delta import GatedDelta
@@ -25,6 +24,7 @@ from hpcrl.model.shape import ModelShape, forward_flops
 from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_tensorrt_llm
 from hpcrl.rollout.engines.vllm.declaration import check_model as check_vllm
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import fake_rank
 from hpcrl.runtime.layout import Layout
 from tests.kernels.close import assert_near
 from tests.rollout.small_model import SHAPE

@@ -11,13 +11,13 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hpcrl.forecast.memory.meta import fake_rank
 from hpcrl.model.blocks.router import Routing
 from hpcrl.model.build import build_model, named_parameters
 from hpcrl.model.families.config_json import read_shape
 from hpcrl.model.gpt import pack
 from hpcrl.model.hf_files import Safetensors, hf_shards, whole_tensors
 from hpcrl.model.params import shards
+from hpcrl.runtime.groups import fake_rank
 from hpcrl.runtime.layout import Layout
 from tests.covering import slow_but
 from tests.model.families import make_model

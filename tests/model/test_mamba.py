@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
-from hpcrl.forecast.memory.meta import fake_rank
 from hpcrl.model.blocks.block import half_layer
 from hpcrl.model.blocks.mamba import Mamba
 from hpcrl.model.blocks.norms import Norms
@@ -23,6 +22,7 @@ from hpcrl.model.shape import Lora, ModelShape, forward_flops
 from hpcrl.rollout.engines.tensorrt_llm.declaration import check_model as check_tensorrt_llm
 from hpcrl.rollout.engines.vllm.declaration import check_model as check_vllm
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.groups import fake_rank
 from hpcrl.runtime.layout import Layout
 from tests.kernels.close import assert_near
 from tests.model.families import make_model

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.observe.trace.command import export
-from hpcrl.observe.trace.reader import TraceFiles
-from hpcrl.observe.trace.records import ClockAligner, trace_path
+from hpcrl.observe.trace.records import ClockAligner, TraceFiles, trace_path
 from hpcrl.run.time_budget import StopRequested, TimeBudget
 from hpcrl.runtime.mpi import barrier, wait
 from tests.mpi.lab import Lab, metrics, on

@@ -16,8 +16,7 @@ from hpcrl.observe.record.archive import read_records
 from hpcrl.observe.trace.command import export
 from hpcrl.observe.trace.perfetto import Slice, nested
 from hpcrl.observe.trace.rank_trace import NEWEST, TraceFile, discard_from, discard_other_ranks
-from hpcrl.observe.trace.reader import TraceFiles
-from hpcrl.observe.trace.records import Alignment, encode, trace_path
+from hpcrl.observe.trace.records import Alignment, TraceFiles, encode, trace_path
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.spans import MOST_EVENTS, WAIT, Beside, Counter, Events, Instant, Recorded, SpanRecorder, Transfer
 from tests.observe.test_tools import synthetic_rows, write_run

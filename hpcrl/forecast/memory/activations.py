@@ -1,8 +1,8 @@
-"""What a pass of a model holds on a rank beside its state, in bytes: activations and logits. No torch.
+"""Memory of forward and backward passes on a rank, without the model's state: activations and logits. No torch.
 
-Bytes are sums over the blocks of `hpcrl.model.blocks`, which say what autograd keeps of them. Of layers that are
-recomputed only the inputs are kept. All sequences are assumed to have one length, so that attention has no padding, and
-all experts to get equally many tokens.
+The bytes are sums over the blocks of `hpcrl.model.blocks`, which say what autograd keeps for each of them. A recomputed
+layer keeps its input only. The estimate assumes that all sequences have the same length, so attention has no padding,
+and that all experts get equally many tokens.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Logits(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """Micro-batches of one role that run one after the other, the largest that there can be.
+    """The `count` micro-batches of one role in a pass, each as large as it can be.
 
-    This rank has `tokens` tokens of a micro-batch, and the head's output is wanted for `rows` of them. All `count`
-    micro-batches are made before the first one runs. The other fields are those of `MicroBatch`.
+    Each micro-batch has `tokens` tokens on this rank. The head computes outputs for `rows` of them. All micro-batches
+    are in memory before the first one runs. The other fields are those of `MicroBatch`.
 
     A piece is the part of the model that a rank runs without interruption: its stage, or a chunk of its stage. Pieces
     are numbered in the order of the model.
@@ -159,9 +159,9 @@ class Pass:
         pieces = self.pieces(stage)
         turns = [pieces[turn // pp % vpp] for turn in range(self.count * vpp)]
         ahead = 2 * (pp - stage - 1) + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
-        kept = {piece: self.kept(piece) for piece in pieces}
-        forward = [kept[piece] for piece in turns]
-        backward = [kept[pieces[vpp - 1 - turn // pp % vpp]] for turn in range(self.count * vpp)]
+        piece_bytes = {piece: self.kept(piece) for piece in pieces}
+        forward = [piece_bytes[piece] for piece in turns]
+        backward = [piece_bytes[pieces[vpp - 1 - turn // pp % vpp]] for turn in range(self.count * vpp)]
         first = min(ahead + 1, len(turns))
         held = most = sum(forward[:first])
         for done, more in zip(backward, forward[first:], strict=False):

@@ -1,13 +1,14 @@
-"""What makes a job that does not fit need less memory: the cheapest changes."""
+"""What makes a job need less memory: the cheapest changes that make it fit, and advice to a rank that ran out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from hpcrl.config.roles import ACTOR, KEYS, ROLLOUT, Part
-from hpcrl.config.schema import OptimConfig
-from hpcrl.forecast.memory.memory import Row, TrainingPlan, with_keys
+from hpcrl.config.roles import ACTOR, KEYS, REF, ROLLOUT, Part, RoleSpec
+from hpcrl.config.schema import Config, OptimConfig
+from hpcrl.forecast.memory.memory import NEEDED, Phase, Row, TrainingPlan, binary, with_keys
 
 Change = dict[str, object]  # dotted config key -> value
 LORA_RANK = 16
@@ -43,23 +44,23 @@ def cheapest_fix(job: TrainingPlan) -> Fix | None:
     Kinds of changes are tried in the order of `STEPS`, each beside those before it. Of the first set that fits, what is
     not needed is dropped, the last kinds first. More nodes come last.
     """
-    kept: list[_Kind] = []
+    kinds: list[_Kind] = []
     now = tightest(job.rows()).total
     assert job.capacity is not None and now > job.capacity
     for step in STEPS:
         # what a step offers depends on what takes most by now
-        kind = _Kind(list(step(_changed(job, _joined(kept)))))
-        kept.append(kind)
+        kind = _Kind(list(step(_changed(job, _joined(kinds)))))
+        kinds.append(kind)
         for number in range(len(kind.levels)):
             before, kind.chosen = kind.chosen, number
-            row = tightest_with(job, _joined(kept))
+            row = tightest_with(job, _joined(kinds))
             if row is None or row.total > now:
                 kind.chosen = before
                 continue
             now = row.total
             if now <= job.capacity:
-                return _needed_only(job, kept)
-    return _more_nodes(job, kept)
+                return _needed_only(job, kinds)
+    return _more_nodes(job, kinds)
 
 
 class _Kind:
@@ -79,7 +80,7 @@ def _joined(kinds: Sequence[_Kind]) -> Change:
 
 
 def _changed(job: TrainingPlan, change: Mapping[str, object]) -> TrainingPlan:
-    return job.with_config(with_keys(job.config, change))
+    return replace(job, config=with_keys(job.config, change))
 
 
 def tightest_with(job: TrainingPlan, change: Mapping[str, object]) -> Row | None:
@@ -117,10 +118,10 @@ def _needed_only(job: TrainingPlan, kinds: Sequence[_Kind], more: Mapping[str, o
             change = less
     change |= more or {}
     parts: dict[str, Row] = {}
-    made: Change = {}
+    applied: Change = {}
     for key, value in change.items():
-        made[key] = value
-        row = tightest_with(job, made)  # None where a key needs another one that comes after it
+        applied[key] = value
+        row = tightest_with(job, applied)  # None where a key needs another one that comes after it
         if row is not None:
             parts[key] = row
     return Fix(change, parts[key], parts)
@@ -246,3 +247,82 @@ STEPS: tuple[Callable[[TrainingPlan], Iterator[Change]], ...] = (
     *(_budgets, recompute, head_chunks, _cache_of_generation, _sequences_of_generation),
     *(_other_layouts, adapters, moments, _offloads, _cache_shares),
 )
+
+
+PHASES = {  # of a plan, by a worker's method, where neither its role nor `update_<role>` names them
+    "actor.compute_log_prob": "old_log_prob",
+    "actor.compute_ref_log_prob": "ref",
+    "critic.compute_values": "values",
+    "refit.update_weights": "refit",
+    "actor.begin_save": "save_actor",
+    "critic.begin_save": "save_critic",
+    "actor.begin_snapshot": "save_actor",
+    "critic.begin_snapshot": "save_critic",
+}
+
+
+def phase_of(role: str | None, method: str | None) -> str | None:
+    """The plan's name of the phase in which a method of a role's worker runs."""
+    return PHASES.get(f"{role}.{method}", f"update_{role}" if "update" in (method or "") else role)
+
+
+def advice(
+    config: Config, num_ranks: int, rank: int, role: str | None, method: str | None, own_roles: Sequence[RoleSpec] = ()
+) -> str:
+    """One line for a rank of `hpcrl train` that ran out of memory in a method of a role."""
+    per_node = config.job.ntasks_per_node if num_ranks % config.job.ntasks_per_node == 0 else num_ranks
+    # the job's actual size, which section `job` may not have
+    size = {"job.nodes": num_ranks // per_node, "job.ntasks_per_node": per_node, "job.gpus_per_node": per_node}
+    try:
+        job = TrainingPlan(with_keys(config, size), tuple(own_roles))
+        phases = {phase.name: phase for phase in job.phases}
+        name = phase_of(role, method)
+        row = next((row for row in job.rows() if row.phase == name and rank in row.place.ranks), None)
+    except Exception as error:
+        if not getattr(error, "user_error", False):
+            raise
+        return f"`hpcrl plan` has no figures: {error}"
+    if row is None:
+        return "`hpcrl plan` has no figures for this phase"
+    parts = zip(Row._fields[2:], row[2:], strict=True)
+    figures = ", ".join(f"{name} {binary(nbytes)}" for name, nbytes in parts if nbytes)
+    needs_less = ", ".join(changes(job, phases[row.phase], row))
+    return f"`hpcrl plan` expects {binary(row.total)}: {figures}; to need less: {needs_less}"
+
+
+def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
+    """Config keys that reduce the phase's memory, in the order of `fixes.STEPS` after the phase's own."""
+    config, role = job.config, phase.role
+    if phase.kind == "generate":
+        section = "reward.judge" if role == "judge" else "rollout"
+        yield f"a smaller {section}.gpu_memory_utilization or {section}.max_num_seqs"
+    elif phase.kind == "refit":
+        yield "a smaller rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    elif phase.work is not None:
+        spec = REF if phase.name == "ref" else job.specs[role]
+        if spec.max_tokens:
+            yield f"{spec.path}.{spec.max_tokens} below {spec.token_budget(config)}"
+        again = recompute(job) if phase.kind == "train" else ()
+        yield from _overrides((*again, *head_chunks(job)))
+    if job.derived.world_size > 1:
+        yield f"a larger placement.{role}.tp or pp"
+    yield from _overrides(change for change in adapters(job) if tightest_with(job, change) is not None)
+    narrower, names = list(moments(job)), [name for name in job.models if name in row.place.stages]
+    optimizers = {  # with the optimizer on the device
+        f"{job.specs[name].path}.optim"
+        for name in names
+        if "optimizer" not in job.away(name) or "optimizer" in job.needed(name, phase)
+    }
+    for key, value in narrower[-1].items() if narrower else ():
+        if key.rpartition(".")[0] in optimizers:
+            yield override(key, value)
+    for name in names:
+        parts = NEEDED["forward" if job.models[name].optim is None else "train"]
+        for part in parts:  # on the device without need
+            if part not in (*job.away(name), *job.needed(name, phase)):
+                yield f"{job.specs[name].path}.{KEYS[part]}=true"
+
+
+def _overrides(found: Iterable[Change]) -> Iterator[str]:
+    for change in found:
+        yield from (override(key, value) for key, value in change.items())

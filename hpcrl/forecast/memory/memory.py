@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -79,10 +79,6 @@ class TrainingPlan:
 
     config: Config
     own_roles: tuple[RoleSpec, ...] = ()
-
-    def with_config(self, config: Config) -> TrainingPlan:
-        """The same job with another config."""
-        return replace(self, config=config)
 
     @cached_property
     def derived(self) -> Derived:
@@ -205,12 +201,12 @@ class TrainingPlan:
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        found = {role: model.layout for role, model in self.models.items()}
+        layouts = {role: model.layout for role, model in self.models.items()}
         if (placed := self.derived.roles.get(ROLLOUT.name)) is not None:
-            found[ROLLOUT.name] = role_layout(self.refit.shape, ROLLOUT.name, **placed.grid)
+            layouts[ROLLOUT.name] = role_layout(self.refit.shape, ROLLOUT.name, **placed.grid)
         if self.judge is not None:
-            found[JUDGE.name] = self.judge.layout
-        return found
+            layouts[JUDGE.name] = self.judge.layout
+        return layouts
 
     @cached_property
     def places(self) -> list[Place]:
@@ -407,7 +403,7 @@ class TrainingPlan:
             return {place.ranks: (0, 0, 0) for place in self.places}
         traffic, bucket = _traffic(self.refit), self.config.rollout.checkpoint_engine
         limit = bucket.update_weights_bucket_megabytes * 2**20
-        found = {}
+        sizes = {}
         for place in self.places:
             buffers = own = whole = 0
             for rank in place.ranks:
@@ -417,8 +413,8 @@ class TrainingPlan:
                     needed = its.received + its.copied - (self.engine.saved if rank in self.layouts["rollout"] else 0)
                     own = max(own, needed - self.shared(rank))
                     whole = max(whole, needed)
-            found[place.ranks] = buffers, own, whole
-        return found
+            sizes[place.ranks] = buffers, own, whole
+        return sizes
 
     def _idle(self, place: Place) -> int:
         """Bytes of other models on the device while an engine is built."""

@@ -308,11 +308,11 @@ def snapshot_bytes(models: Mapping[str, RoleModel], nodes: Sequence[Node]) -> di
     for model in models.values():
         for rank in model.layout.ranks if model.optim is not None else ():
             own[rank] += staged_bytes(model, model.layout.coord(rank).pp)
-    found = dict.fromkeys(nodes, 0)
+    totals = dict.fromkeys(nodes, 0)
     for rank, destination in enumerate(next_ranks(nodes)):
         for node in {nodes[rank], nodes[rank if destination is None else destination]}:
-            found[node] += GENERATIONS * own[rank]
-    return found
+            totals[node] += GENERATIONS * own[rank]
+    return totals
 
 
 def kept_checkpoints(trainer: TrainerConfig, steps: int | None, *, saves_last: bool = False) -> int | None:
@@ -324,10 +324,10 @@ def kept_checkpoints(trainer: TrainerConfig, steps: int | None, *, saves_last: b
     written = None if steps is None else math.ceil(steps / trainer.save_freq)
     if trainer.max_ckpt_to_keep is None or (options.keep_every is not None and steps is None):
         return written
-    kept = trainer.max_ckpt_to_keep + (options.keep_best or 0) + 1
+    count = trainer.max_ckpt_to_keep + (options.keep_best or 0) + 1
     if options.keep_every is not None and steps is not None:
-        kept += steps // options.keep_every
-    return kept if written is None else min(kept, written)
+        count += steps // options.keep_every
+    return count if written is None else min(count, written)
 
 
 def rollout_bytes(config: Config, derived: Derived) -> int:
@@ -339,15 +339,15 @@ def rollout_bytes(config: Config, derived: Derived) -> int:
 
 def _numel(model: RoleModel, *, trained: bool = False) -> int:
     """Of all parameters, or of those that are trained."""
-    found = shards(model.shape, head=model.head, lora=model.lora)
-    return sum(math.prod(shard.global_shape) for shard in found if not trained or model.is_trained(shard))
+    table = shards(model.shape, head=model.head, lora=model.lora)
+    return sum(math.prod(shard.global_shape) for shard in table if not trained or model.is_trained(shard))
 
 
 def _saved(model: RoleModel) -> int:
     """Bytes of a saved model: the weights, and what the optimizer has; a sharded one also has fp32 weights."""
     assert model.chosen is not None
-    found = _numel(model) * model.itemsize
+    nbytes = _numel(model) * model.itemsize
     for shard in filter(model.is_trained, shards(model.shape, head=model.head, lora=model.lora)):
         copy = FP32 * (model.chosen.is_sharded and model._itemsize(shard) == FP32)
-        found += math.prod(shard.global_shape) * (model.kept(shard) + copy)
-    return found
+        nbytes += math.prod(shard.global_shape) * (model.kept(shard) + copy)
+    return nbytes

@@ -19,13 +19,9 @@ if TYPE_CHECKING:
 JOBS = ("sft", "preference")
 
 
-def is_supervised(described: JobDescription) -> bool:
-    return described.file is None and described.name in JOBS
-
-
 def plan_of(described: JobDescription, config: Config) -> TrainingPlan:
     """The memory of a job."""
-    if is_supervised(described):
+    if described.file is None and described.name in JOBS:
         return SupervisedPlan(config, (), described)
     return TrainingPlan(config, tuple(described.own_specs()))
 

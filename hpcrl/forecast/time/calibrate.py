@@ -50,11 +50,11 @@ def read_measured(folder: str, job: JobDescription) -> list[Measured]:
     config = with_measured_load(config, rows[chosen[len(chosen) // 2]])
     plan = TrainingPlan(config, tuple(job.own_specs()))
     samples = plan.derived.samples_per_step
-    found = []
+    measured = []
     for step, row in ((step, rows[step]) for step in chosen):
         seconds = {name.removeprefix(TIMING): value for name, value in row.items() if name.startswith(TIMING)}
-        found.append(Measured(folder, plan, lengths_of_step(run, step, row, samples), seconds))
-    return found
+        measured.append(Measured(folder, plan, lengths_of_step(run, step, row, samples), seconds))
+    return measured
 
 
 def on_its_ranks(config: Config, ranks: int) -> Config:
@@ -69,8 +69,8 @@ def on_its_ranks(config: Config, ranks: int) -> Config:
 def lengths_of_step(run: Path, step: int, row: dict[str, float], samples: int) -> Lengths:
     """Those of the archive; without one, log-normal lengths with the mean and the longest one of the metrics."""
     try:
-        found = read_samples(step_path(run / "rollouts", step), ("prompt_length", "response_length"), run)
-        return Lengths.of_samples(found["prompt_length"].tolist(), found["response_length"].tolist())
+        samples_read = read_samples(step_path(run / "rollouts", step), ("prompt_length", "response_length"), run)
+        return Lengths.of_samples(samples_read["prompt_length"].tolist(), samples_read["response_length"].tolist())
     except ArchiveError:
         prompt = round(row.get("prompt_length/mean", 0.0))
         mean, longest = row.get("response_length/mean", 0.0), row.get("response_length/max", 0.0)
@@ -148,17 +148,17 @@ def fit(measured: Sequence[Measured], machine: Machine) -> dict[str, Fitted]:
     for cores.
     """
     current = machine.model_copy(update={"efficiency": {}, "communication": {}, "spread": {}})
-    found: dict[str, Fitted] = {}
+    fits: dict[str, Fitted] = {}
     for _ in range(ROUNDS):
         for phase, of_runs in log_ratios(predicted(measured, current)).items():
-            before, ratios = found.get(phase, Fitted(1.0, 1.0, None, 0)), list(of_runs.values())
+            before, ratios = fits.get(phase, Fitted(1.0, 1.0, None, 0)), list(of_runs.values())
             slower, slower_communication = newton(ratios, -math.log(before.communication))
             efficiency, communication = before.efficiency / slower, before.communication / slower_communication
             runs = len(ratios)
             spread = stdev(it.value for it in ratios) * math.sqrt(1 + 1 / runs) if runs > 1 else None
-            found[phase] = Fitted(efficiency, communication, spread, runs)
-        current = fitted_machine(machine, found)
-    return found
+            fits[phase] = Fitted(efficiency, communication, spread, runs)
+        current = fitted_machine(machine, fits)
+    return fits
 
 
 def newton(ratios: Sequence[Ratio], log_communication: float) -> tuple[float, float]:
@@ -181,11 +181,11 @@ def newton(ratios: Sequence[Ratio], log_communication: float) -> tuple[float, fl
     return math.exp(max(-2.0, min(2.0, a))), math.exp(max(-2.0, min(2.0, b)))
 
 
-def fitted_machine(machine: Machine, found: Mapping[str, Fitted]) -> Machine:
+def fitted_machine(machine: Machine, fits: Mapping[str, Fitted]) -> Machine:
     """The machine with these efficiencies; of other phases it keeps its own."""
-    efficiency = machine.efficiency | {name: it.efficiency for name, it in found.items()}
-    of_communication = {name: it.communication for name, it in found.items() if it.communication != 1.0}
-    spread = machine.spread | {name: ASSUMED if it.spread is None else it.spread for name, it in found.items()}
+    efficiency = machine.efficiency | {name: it.efficiency for name, it in fits.items()}
+    of_communication = {name: it.communication for name, it in fits.items() if it.communication != 1.0}
+    spread = machine.spread | {name: ASSUMED if it.spread is None else it.spread for name, it in fits.items()}
     changes = {"efficiency": efficiency, "communication": machine.communication | of_communication, "spread": spread}
     return machine.model_copy(update=changes | {"measured": True})
 
@@ -196,28 +196,28 @@ def predicted(measured: Iterable[Measured], machine: Machine) -> list[tuple[Meas
 
 def log_ratios(pairs: Iterable[tuple[Measured, Prediction]]) -> dict[str, dict[str, Ratio]]:
     """By phase and run, the mean over the run's steps."""
-    found: dict[str, dict[str, list[Ratio]]] = defaultdict(lambda: defaultdict(list))
+    ratios: dict[str, dict[str, list[Ratio]]] = defaultdict(lambda: defaultdict(list))
     for it, prediction in pairs:
         for name, took in it.phases.items():
             if prediction.phases.get(name):
                 parts = prediction.parts[name]  # what waits for cores is of both kinds
                 share = parts.get("communication", 0.0) / max(1e-9, 1 - parts.get("waiting", 0.0))
-                found[name][it.run].append(Ratio(math.log(prediction.phases[name] / took), min(1.0, share)))
+                ratios[name][it.run].append(Ratio(math.log(prediction.phases[name] / took), min(1.0, share)))
     return {
         name: {run: Ratio(*map(fmean, zip(*values, strict=True))) for run, values in of_runs.items()}
-        for name, of_runs in found.items()
+        for name, of_runs in ratios.items()
     }
 
 
 def misses(measured: Sequence[Measured], machine: Machine) -> list[Miss]:
     """The phases that a fitted machine predicts badly, with the likely cause, worst first."""
-    pairs, found = predicted(measured, machine), list[Miss]()
+    pairs, rows = predicted(measured, machine), list[Miss]()
     for name, of_runs in log_ratios(pairs).items():
         parts = {it.run: its.parts[name] for it, its in pairs if name in it.phases and name in its.parts}
         for run, ratio in of_runs.items():
             if abs(ratio.value) > math.log(OFF):
-                found.append(Miss(run, name, math.exp(-ratio.value), cause(ratio.value < 0, parts, run)))
-    return sorted(found, key=lambda it: -abs(math.log(it.ratio)))
+                rows.append(Miss(run, name, math.exp(-ratio.value), cause(ratio.value < 0, parts, run)))
+    return sorted(rows, key=lambda it: -abs(math.log(it.ratio)))
 
 
 def cause(takes_longer: bool, parts: Mapping[str, Mapping[str, float]], run: str) -> str:
@@ -246,9 +246,9 @@ def calibration_lines(job: JobDescription, path: str, others: Sequence[str], par
     if parsed.out is not None:
         check_target(parsed.out, "--out")
     machine, measured = read_machine(parsed.machine), [it for run in (path, *others) for it in read_measured(run, job)]
-    found = fit(measured, machine)
-    fitted = fitted_machine(machine, found)
-    lines = [*fitted_table(found, measured, machine), "", *_miss_lines(measured, fitted)]
+    fits = fit(measured, machine)
+    fitted = fitted_machine(machine, fits)
+    lines = [*fitted_table(fits, measured, machine), "", *_miss_lines(measured, fitted)]
     if parsed.out is not None:
         runs = ", ".join(dict.fromkeys(Path(it.run).name for it in measured))
         sources = [*machine.sources, f"efficiency and spread: `hpcrl plan --calibrate` of {runs}"]
@@ -258,22 +258,22 @@ def calibration_lines(job: JobDescription, path: str, others: Sequence[str], par
     return lines
 
 
-def fitted_table(found: Mapping[str, Fitted], measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
+def fitted_table(fits: Mapping[str, Fitted], measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
     runs = len({it.run for it in measured})
     yield f"{machine.name}, fitted to {len(measured)} steps of {runs} {'run' if runs == 1 else 'runs'}"
     yield f"  {'phase':<26}{'efficiency':>12}{'of communication':>18}{'error':>8}{'runs':>6}"
-    for name, it in found.items():
+    for name, it in fits.items():
         error = f"{ASSUMED:.0%} *" if it.spread is None else f"{it.spread:.0%}"
         yield f"  {name:<26}{it.efficiency:>12.3f}{it.communication:>18.3f}{error:>8}{it.runs:>6}"
-    if any(it.spread is None for it in found.values()):
+    if any(it.spread is None for it in fits.values()):
         yield "  * of one run the error is not known: it is taken to be this"
 
 
 def _miss_lines(measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
-    found = misses(measured, machine)
-    if not found:
+    rows = misses(measured, machine)
+    if not rows:
         yield "  every phase of every run is within 25% of what the fitted machine predicts"
-    for it in found[:SHOWN]:
+    for it in rows[:SHOWN]:
         yield f"  {it.phase} of {it.run} took {it.ratio:.2f} times the prediction: {it.cause}"
-    if len(found) > SHOWN:
-        yield f"  and {len(found) - SHOWN} more"
+    if len(rows) > SHOWN:
+        yield f"  and {len(rows) - SHOWN} more"

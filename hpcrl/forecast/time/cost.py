@@ -263,24 +263,24 @@ def refit_shares(
         for rank in destination.ranks
     )
 
-    def overlap(part: tuple[int, int], wanted: int) -> float:
+    def overlap(part: tuple[int, int], target: int) -> float:
         stage, slice_ = part
-        low = max(wanted / destination.tp, slice_ / source.tp)
-        high = min((wanted + 1) / destination.tp, (slice_ + 1) / source.tp)
+        low = max(target / destination.tp, slice_ / source.tp)
+        high = min((target + 1) / destination.tp, (slice_ + 1) / source.tp)
         return stages[stage] * max(0.0, high - low)
 
     needs = []
-    for (wanted, held, beside), count in alike.items():
-        copied = overlap(held, wanted) if held is not None else 0.0
-        there = sum(overlap(part, wanted) for part in sorted(beside))
+    for (target, held, beside), count in alike.items():
+        copied = overlap(held, target) if held is not None else 0.0
+        there = sum(overlap(part, target) for part in sorted(beside))
         near, far = max(0.0, there - copied), max(0.0, 1 / destination.tp - max(there, copied))
         needs.append((count, held is not None, near, far, copied))
     sent = sum(count * (near + far) for count, _, near, far, _ in needs) / source.size
     most = source.pp * math.ceil(source.tp / destination.tp)
-    found = {Moved(sent * sends, near, far, own, most * (near + far > 1e-9)) for _, sends, near, far, own in needs}
+    shares = {Moved(sent * sends, near, far, own, most * (near + far > 1e-9)) for _, sends, near, far, own in needs}
     if any(rank not in destination for rank in source.ranks):
-        found.add(Moved(sent, 0.0, 0.0, 0.0, 0))
-    return tuple(found)
+        shares.add(Moved(sent, 0.0, 0.0, 0.0, 0))
+    return tuple(shares)
 
 
 def refit_cost(

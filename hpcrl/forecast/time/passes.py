@@ -23,14 +23,14 @@ from hpcrl.runtime.layout import ROW_MULTIPLE, Layout
 
 
 class Operators(NamedTuple):
-    """The operators of one way to run a model.
+    """Numbers of operators when a model runs in one way: forward only, training, or in the engine.
 
-    `run` is the field of `hpcrl.model.blocks.micro_batch.Launches` that counts. One of these operators takes `launches`
-    times as long as the operator of a plain layer, which takes `device.launch`. Under tensor parallelism a layer has
-    `tensor_parallel` operators more, under context parallelism `context_parallel`, and `adapter` for each pair of
-    LoRA's matrices. A micro-batch has `batch` operators before its first layer, and `split` more with context
-    parallelism. `lm` and `scalar` are those of a head and of what is computed from its outputs. Each sequence of a
-    micro-batch takes the time of `sequence` operators.
+    `run` names the field of `hpcrl.model.blocks.micro_batch.Launches` with a block's number of operators. The host
+    takes `launches` times `device.launch` for each operator. A layer has `tensor_parallel` additional operators under
+    tensor parallelism, `context_parallel` under context parallelism, and `adapter` for each pair of LoRA's matrices.
+    A micro-batch has `batch` operators before its first layer, and `split` more under context parallelism. `lm` and
+    `scalar` are the operators of a head and of the loss or the values. Each sequence of a micro-batch takes as long as
+    `sequence` operators.
     """
 
     run: Literal["forward", "training", "engine", "graph"]
@@ -45,10 +45,10 @@ class Operators(NamedTuple):
     sequence: float
 
     def of_layer(self, blocks: Iterable[Computation], layout: Layout, num_adapters: int = 0) -> float:
-        """Return those of a layer, by the computations of its blocks. It has so many matrices of adapters."""
-        found = sum(times * getattr(each, self.run) for block in blocks for each, times in block.launches)
-        found += self.tensor_parallel * (layout.tp > 1) + self.context_parallel * (layout.cp > 1)
-        return found + self.adapter * num_adapters / 2
+        """Return the number of operators of a layer, from the computations of its blocks."""
+        count = sum(times * getattr(each, self.run) for block in blocks for each, times in block.launches)
+        count += self.tensor_parallel * (layout.tp > 1) + self.context_parallel * (layout.cp > 1)
+        return count + self.adapter * num_adapters / 2
 
     def of_batch(self, layout: Layout) -> float:
         return self.batch + self.split * (layout.cp > 1)
@@ -81,12 +81,12 @@ class Stage(NamedTuple):
 @lru_cache(maxsize=512)
 def stages_of(shape: ModelShape, pp: int = 1, vpp: int = 1) -> tuple[Stage, ...]:
     """Return the stages of a pipeline; of an interleaved one, with the layers of all chunks of a stage."""
-    found = []
+    stages = []
     for stage in range(pp):
         chunks = (chunk_layers(shape.num_layers, stage, pp, chunk, vpp) for chunk in range(vpp))
         counts = Counter(shape.layers[number] for chunk in chunks for number in chunk)
-        found.append(Stage(tuple(counts.items()), stage == 0, stage == pp - 1))
-    return tuple(found)
+        stages.append(Stage(tuple(counts.items()), stage == 0, stage == pp - 1))
+    return tuple(stages)
 
 
 class Numbers(NamedTuple):
@@ -146,8 +146,8 @@ class Recompute(NamedTuple):
 class Micro(NamedTuple):
     """A micro-batch on one rank.
 
-    Context-parallel ranks divide its `tokens`, and its `pairs` of tokens of which one attends to the other. Its
-    sequences have `length` tokens in the mean. The head is wanted for `outputs` tokens.
+    Context-parallel ranks divide its `tokens`, and its `pairs` of tokens of which one attends to the other. `length` is
+    the mean length of its sequences. The head computes outputs for `outputs` tokens.
     """
 
     tokens: float
@@ -218,14 +218,14 @@ class PassModel:
         layers = {layer: LayerCost(self, micro, layer) for layer in kinds}
         each = {layer: it.training() if trains else it.forward() for layer, it in layers.items()}
         again = {layer: it.again() for layer, it in layers.items()} if trains and self.recompute else {}
-        found = {}
+        costs = {}
         for stage in {*self.stages}:  # equal ones are computed once
             cost = _of_stage(stage, each)
             if again:
                 cost = cost + _of_stage(stage, again) * self._share_again(stage)
             cost = cost + self._ends(stage, micro, trains=trains)
-            found[stage] = self._launched(cost, stage, layers, micro, trains=trains)
-        return [found[stage] for stage in self.stages]
+            costs[stage] = self._launched(cost, stage, layers, micro, trains=trains)
+        return [costs[stage] for stage in self.stages]
 
     def _launched(
         self, cost: Cost, stage: Stage, layers: Mapping[Layer, LayerCost], micro: Micro, *, trains: bool
@@ -260,15 +260,15 @@ class PassModel:
 
     def _ends(self, stage: Stage, micro: Micro, *, trains: bool) -> Cost:
         """Return the cost of the embedding and the head, if the stage has them."""
-        shape, units, found = self.shape, self.units, NOTHING
+        shape, units, cost = self.shape, self.units, NOTHING
         nbytes, passes = micro.tokens * (shape.hidden_size * units.itemsize), 2 if trains else 1
         if stage.is_first:
             gathers = passes * (1 if self.batch(micro).shares_tokens else 2)
             gathered = Cost(communication=gathers * self.network.all_gather(nbytes, self.tp_group))
-            found = found + units.moved(2.0 * passes * nbytes) + gathered
+            cost = cost + units.moved(2.0 * passes * nbytes) + gathered
         if stage.is_last:
-            found = found + self._head(micro, trains=trains)
-        return found
+            cost = cost + self._head(micro, trains=trains)
+        return cost
 
     def _head(self, micro: Micro, *, trains: bool) -> Cost:
         """Return the cost of the head's products.
@@ -282,12 +282,12 @@ class PassModel:
         columns = shape.padded_vocab_size / self.layout.tp
         times = (3.0 + self.recomputes_head if self.lora is None else 2.0 + self.recomputes_head) if trains else 1.0
         logits = micro.outputs * columns * FP32
-        found = units.product(micro.outputs, shape.hidden_size, columns) * times
-        found = found + units.moved(logits * (5.0 if trains else 2.0))
+        cost = units.product(micro.outputs, shape.hidden_size, columns) * times
+        cost = cost + units.moved(logits * (5.0 if trains else 2.0))
         reduced = 3.0 * self.network.all_reduce(micro.outputs * FP32, self.tp_group)
         hidden = micro.outputs * shape.hidden_size * self.units.itemsize
         reduced += self.network.all_reduce(hidden, self.tp_group) * trains
-        return found + Cost(communication=reduced)
+        return cost + Cost(communication=reduced)
 
 
 @dataclass(frozen=True)
@@ -313,10 +313,10 @@ class LayerCost:
 
     def forward(self) -> Cost:
         """Return the cost of a pass without gradients."""
-        found, (attention, mlp) = self._elementwise(), self.computations
+        elementwise, (attention, mlp) = self._elementwise(), self.computations
         first = sum(self._low_rank(), self._products(attention)) + self._core(attention)
         communication = self._reductions() + sum(map(self._exchanged, self.computations))
-        return first + self._products(mlp) + self._core(mlp) + found + Cost(communication=communication)
+        return first + self._products(mlp) + self._core(mlp) + elementwise + Cost(communication=communication)
 
     def training(self) -> Cost:
         """Return the cost of a forward and a backward pass.
@@ -326,33 +326,33 @@ class LayerCost:
         section 4.2.2). Gradients are added to those of other micro-batches.
         """
         is_frozen, computations = self.batch.lora is not None, self.computations
-        found = sum(map(self._products, computations), NOTHING) * (2.0 if is_frozen else 3.0)
-        found = found + sum(self._low_rank(), NOTHING) * 3.0
+        cost = sum(map(self._products, computations), NOTHING) * (2.0 if is_frozen else 3.0)
+        cost = cost + sum(self._low_rank(), NOTHING) * 3.0
         core = sum(map(self._core, computations), NOTHING) * (1 + BACKWARD_ATTENTION)
         numel = 0 if is_frozen else sum(part.numel for part in self.layer.parts(self.batch.layout))
-        found = found + core + self._elementwise() * 3.0 + self.model.units.moved(2.0 * FP32 * numel)
+        cost = cost + core + self._elementwise() * 3.0 + self.model.units.moved(2.0 * FP32 * numel)
         reductions = self._reductions() * (2.5 if self.batch.shares_tokens else 2.0)
         exchanged = sum(self._exchanged(it, trains=True) for it in computations)
-        return found + Cost(communication=reductions + exchanged)
+        return cost + Cost(communication=reductions + exchanged)
 
     def again(self) -> Cost:
         """Return the cost of what the backward pass computes again: all of the layer, or blocks (Chen et al. 2016,
         arXiv:1604.06174; Korthikanti et al. 2022, section 5). Of "core_attn" only attention itself is recomputed."""
-        again, found = self.model.recompute, NOTHING
+        again, cost = self.model.recompute, NOTHING
         if again is None:
-            return found
+            return cost
         if again.granularity == "full":
             return self.forward()
         for block, it in zip(self.layer.blocks, self.computations, strict=True):
             if block.recomputed in again.modules:
-                found = found + self._core(it)
+                cost = cost + self._core(it)
                 if block.recomputed != "core_attn":
-                    found = found + self._products(it) + Cost(communication=self._exchanged(it))
-        return found
+                    cost = cost + self._products(it) + Cost(communication=self._exchanged(it))
+        return cost
 
     def _products(self, block: Computation) -> Cost:
         """Return the cost of products on a rank with the mean number of rows, which waits for the one with most."""
-        units, large, found = self.model.units, self.model.large_units, NOTHING
+        units, large, cost = self.model.units, self.model.large_units, NOTHING
         for it in block.products:
             rows, most = it.rows * it.uneven, NOTHING
             for matrix in it.matrices:
@@ -361,8 +361,8 @@ class LayerCost:
             if it.uneven > 1.0:
                 waiting = Cost(waiting=(it.uneven - 1.0) / it.uneven * most.seconds)
                 most = most * (1.0 / it.uneven) + waiting
-            found = found + (most + units.moved(it.moved) if it.moved else most)
-        return found
+            cost = cost + (most + units.moved(it.moved) if it.moved else most)
+        return cost
 
     def _low_rank(self) -> Iterator[Cost]:
         return (self.model.units.product(self.batch.tokens, *matrix) for matrix in self.adapters)

@@ -65,30 +65,30 @@ class JobTimes:
 
     def phases(self) -> list[Timed]:
         """In the order of a step; a save is one phase, with what it takes each step in the mean."""
-        found, trainer = self.without_saves(), self.job.config.trainer
+        phases, trainer = self.without_saves(), self.job.config.trainer
         if trainer.save_rollouts:
             actor = self._ranks("actor")
-            found.append(Timed("dump_rollout_generations", "actor", "save", actor, self._archive()))
+            phases.append(Timed("dump_rollout_generations", "actor", "save", actor, self._archive()))
         if trainer.save_freq > 0:
-            found.append(Timed("save_checkpoint", "actor", "save", self._saving_ranks(), self._save()))
-        return found
+            phases.append(Timed("save_checkpoint", "actor", "save", self._saving_ranks(), self._save()))
+        return phases
 
     def without_saves(self) -> list[Timed]:
-        found, costs = list[Timed](), {"generate": self._generated, "forward": self._forward, "train": self._update}
+        timed, costs = list[Timed](), {"generate": self._generated, "forward": self._forward, "train": self._update}
         for phase in self.job.phases:
             ranks, actor = self._ranks(phase.role), self._ranks("actor")
-            if phase.kind == "train" and all(it.kind != "train" for it in found):
-                found.append(Timed("adv", "actor", "forward", actor, self._advantages()))
+            if phase.kind == "train" and all(it.kind != "train" for it in timed):
+                timed.append(Timed("adv", "actor", "forward", actor, self._advantages()))
             if phase.kind in costs:
                 name = "gen" if phase.name == "rollout" else phase.name
                 cost = costs[phase.kind](phase) + self.copied(phase, self.job.away(phase.role))
-                found.append(Timed(name, phase.role, phase.kind, ranks, cost, self._evenness(phase)))
+                timed.append(Timed(name, phase.role, phase.kind, ranks, cost, self._evenness(phase)))
             if phase.name == "rollout" and self.job.derived.needs_reward_baseline:
-                found.append(Timed("gen_max", phase.role, phase.kind, ranks, self._greedy()))
+                timed.append(Timed("gen_max", phase.role, phase.kind, ranks, self._greedy()))
             if phase.kind == "refit":
                 ranks = tuple(sorted({*ranks, *actor}))
-                found.append(Timed("update_weights", phase.role, phase.kind, ranks, self._refit()))
-        return found
+                timed.append(Timed("update_weights", phase.role, phase.kind, ranks, self._refit()))
+        return timed
 
     def _ranks(self, role: str) -> tuple[int, ...]:
         return self.job.derived.roles[role].ranks
@@ -303,13 +303,13 @@ class JobTimes:
 
     def checkpoint_bytes(self) -> dict[str, float]:
         """By role: weights and optimizer state of trained models."""
-        found = {}
+        nbytes = {}
         for role, model in self.job.models.items():
             if (optimizer := self._optimizer(role)) is not None:
                 numbers = numbers_of(model.shape, *stages_of(model.shape), 1, 1, 1, model.head, model.lora)
                 copy = FP32 * (model.itemsize == FP32 and optimizer.is_divided)  # the optimizer's own, of fp32 weights
-                found[role] = numbers.all * model.itemsize + optimizer.nbytes(numbers) + copy * numbers.trained
-        return found
+                nbytes[role] = numbers.all * model.itemsize + optimizer.nbytes(numbers) + copy * numbers.trained
+        return nbytes
 
 
 @lru_cache(maxsize=64)

@@ -81,8 +81,8 @@ def imbalance(passes: Passes, lengths: Lengths, dp: int) -> float:
 def forward_cost(model: PassModel, passes: Passes, lengths: Lengths) -> Cost:
     """A pass without gradients over all samples."""
     micro, count = micro_batch(model, passes, lengths)
-    found = pipelined(model.forward(micro), count, model.layout.vpp, model.send(micro))
-    return found + Cost(waiting=found.seconds * (imbalance(passes, lengths, model.layout.dp) - 1.0))
+    cost = pipelined(model.forward(micro), count, model.layout.vpp, model.send(micro))
+    return cost + Cost(waiting=cost.seconds * (imbalance(passes, lengths, model.layout.dp) - 1.0))
 
 
 def evenness(model: PassModel, passes: Passes, lengths: Lengths, *, trains: bool) -> float:
@@ -140,40 +140,40 @@ class Optimizer(NamedTuple):
 def projections_of(layer: Layer) -> tuple[tuple[tuple[int, int, bool], int], ...]:
     """How many matrices of one size, (rows, cols) as the Hugging Face file has them, a whole layer has outside of
     experts, and in experts."""
-    found: Counter[tuple[int, int, bool]] = Counter()
+    counts: Counter[tuple[int, int, bool]] = Counter()
     for is_expert, weights in ((False, layer.weights), (True, layer.expert_weights)):
         for weight in (weight for weight in weights if len(weight.size) == 2):
             rows, cols = weight.size
             for own in [weight.periods * projection.rows for projection in weight.projections] or [rows]:
-                found[own, cols, is_expert] += layer.num_experts if is_expert else 1
-    return tuple(found.items())
+                counts[own, cols, is_expert] += layer.num_experts if is_expert else 1
+    return tuple(counts.items())
 
 
 def _operations(shape: ModelShape, chosen: OptimizerKind) -> tuple[Operations, float]:
     """`Optimizer.operations` and `Optimizer.largest`."""
     if not chosen.operations(1, 1):
         return (), 0.0
-    largest, found = 0.0, []
+    largest, operations = 0.0, []
     for layer in dict.fromkeys(shape.layers):
         sums = [0.0, 0.0]
         for (rows, cols, is_expert), number in projections_of(layer):
             of_matrix = chosen.operations(rows, cols)
             sums[is_expert] += number * of_matrix
             largest = max(largest, of_matrix)
-        found.append((layer, (sums[0], sums[1])))
-    return tuple(found), largest
+        operations.append((layer, (sums[0], sums[1])))
+    return tuple(operations), largest
 
 
 def least_states(model: RoleModel) -> list[State]:
     """Bytes of each stage, with an even share of the optimizer. Cheaper than
     `hpcrl.forecast.memory.state.RoleModel.state`."""
-    shape, layout, optim, found = model.shape, model.layout, model.optim, []
+    shape, layout, optim, states = model.shape, model.layout, model.optim, []
     sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
     for stage in stages_of(shape, layout.pp, layout.vpp):
         numbers = numbers_of(shape, stage, *sizes)
         held = 0 if optim is None else int(Optimizer.of(model, model.itemsize).nbytes(numbers, *replicas(layout)))
-        found.append(State(numbers.all * model.itemsize, numbers.trained * FP32 * (optim is not None), held))
-    return found
+        states.append(State(numbers.all * model.itemsize, numbers.trained * FP32 * (optim is not None), held))
+    return states
 
 
 class Update(NamedTuple):
@@ -191,12 +191,12 @@ def update_cost(model: PassModel, passes: Passes, update: Update, lengths: Lengt
     """All optimizer steps of a step, each over `passes.samples`."""
     micro, count = micro_batch(model, passes, lengths)
     stages = model.training(micro)
-    found = pipelined(stages, count, model.layout.vpp, model.send(micro), sends=2)
-    found = found + Cost(waiting=found.seconds * (imbalance(passes, lengths, model.layout.dp) - 1.0))
+    cost = pipelined(stages, count, model.layout.vpp, model.send(micro), sends=2)
+    cost = cost + Cost(waiting=cost.seconds * (imbalance(passes, lengths, model.layout.dp) - 1.0))
     slowest = max(stages, key=lambda stage: stage.seconds).seconds
     backward = slowest * (2 / 3 if model.lora is None else 0.5)
-    found = found + _replicas(model, update, backward, slowest - backward)
-    return (found + _optimizer(model, update)) * update.num_updates
+    cost = cost + _replicas(model, update, backward, slowest - backward)
+    return (cost + _optimizer(model, update)) * update.num_updates
 
 
 def _replicas(model: PassModel, update: Update, backward: float, forward: float) -> Cost:
@@ -365,16 +365,16 @@ def occupied(responses: Iterable[int], slots: int) -> list[Steps]:
     """Steps with equally many running sequences, in their order in time."""
     waiting = list(responses)[::-1]
     ends: list[int] = []
-    found, now = [], 0
+    steps, now = [], 0
     while waiting or ends:
         while waiting and len(ends) < slots:
             heapq.heappush(ends, now + waiting.pop())
         first = ends[0]
-        found.append(Steps(first - now, len(ends)))
+        steps.append(Steps(first - now, len(ends)))
         now = first
         while ends and ends[0] == now:
             heapq.heappop(ends)
-    return found
+    return steps
 
 
 def grouped(steps: Iterable[Steps], each: float = 1.0) -> tuple[Steps, ...]:
@@ -383,12 +383,12 @@ def grouped(steps: Iterable[Steps], each: float = 1.0) -> tuple[Steps, ...]:
     if not ordered:
         return ()
     ratio = max(ordered[-1].running / ordered[0].running, 1.0)
-    found: dict[int, tuple[float, float]] = {}
+    groups: dict[int, tuple[float, float]] = {}
     distinct = {it.running: place for place, it in enumerate(ordered)}
     for it in ordered:
         place = distinct[it.running]
         if len(distinct) > GROUPS:
             place = min(GROUPS - 1, int(GROUPS * math.log(it.running / ordered[0].running) / math.log(ratio)))
-        count, tokens = found.get(place, (0.0, 0.0))
-        found[place] = count + it.num_steps, tokens + it.num_steps * it.running
-    return tuple(Steps(count, each * tokens / count) for count, tokens in found.values())
+        count, tokens = groups.get(place, (0.0, 0.0))
+        groups[place] = count + it.num_steps, tokens + it.num_steps * it.running
+    return tuple(Steps(count, each * tokens / count) for count, tokens in groups.values())

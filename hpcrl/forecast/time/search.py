@@ -2,17 +2,17 @@
 
 For each placement of the roles and each way of recomputing:
 
-1. Each role has its layouts, micro-batches and offloads on its ranks. A choice that does not fit by the least bytes of
-   its state, or then with its activations, is dropped; the others get their seconds by part of the step.
-2. Of each role, and of all roles but the actor and the engine together, the choices are kept that no other one beats
-   in seconds and in bytes.
-3. The kept choices of actor, engine and other roles are combined. For each layout of actor and engine the fastest
-   combination that fits by the least bytes is kept.
+1. Enumerate the layouts, micro-batches and offloads of each role on its ranks. Drop a choice whose state, or state and
+   activations, exceed the memory by a lower bound, and compute the seconds of the others in each part of the step.
+2. Keep the choices that no other choice beats in both seconds and bytes: of each role, and of all roles together other
+   than the actor and the engine.
+3. Combine the choices of actor, engine and other roles. For each layout of actor and engine, keep the fastest
+   combination that fits by the lower bound.
 
-The fastest combinations are predicted as `hpcrl plan` predicts them. In the order of the predictions their memory is
-computed exactly, until enough of them fit.
+The fastest combinations are predicted as `hpcrl plan` predicts them, and their exact memory is computed in the order
+of the predictions until enough of them fit.
 
-HybridFlow's mapping (Sheng et al. 2024, arXiv:2409.19256, section 6, algorithm 1) is alike: it enumerates sets of
+HybridFlow's mapping (Sheng et al. 2024, arXiv:2409.19256, section 6, algorithm 1) is similar: it enumerates sets of
 colocated models, takes each model's fastest layout for each number of ranks, and estimates the step by simulation. Here
 layouts of colocated roles are chosen together, because the fastest one of each may not fit beside the others.
 """
@@ -69,8 +69,11 @@ class Placement(NamedTuple):
 
 @dataclass
 class Space:
-    """Candidates of a job on `nodes` nodes. modes: values of async_training.mode; none for the template's. varied: what
-    differs between candidates; the rest is the template's. Raises ConfigError or InputError if no layout can run."""
+    """The candidates of a job on `nodes` nodes. Raises ConfigError or InputError if no layout can run.
+
+    modes: values of async_training.mode to try; if empty, the template's only. varied: the properties that differ
+    between candidates; the others are the template's.
+    """
 
     template: Config
     nodes: int
@@ -97,17 +100,17 @@ class Space:
     def joined(self, placement: Placement, chosen: Sequence[Keys]) -> dict[str, object]:
         """The keys of one candidate."""
         pools = dict.fromkeys(self.template.placement.pools, "*")  # which no role uses any more
-        found: dict[str, object] = {"job.nodes": self.nodes, "async_training.mode": placement.mode}
+        candidate: dict[str, object] = {"job.nodes": self.nodes, "async_training.mode": placement.mode}
         for roles, ranks in placement.sets:
             name = "all" if len(placement.sets) == 1 else f"{roles[0]}_ranks"
             pools[name] = "*" if len(ranks) == self.num_ranks else f"{ranks[0]}-{ranks[-1]}"
-            found |= {f"placement.{role}.pool": name for role in roles}
+            candidate |= {f"placement.{role}.pool": name for role in roles}
         for keys in ({"placement.pools": pools}, *chosen):
-            found |= keys
+            candidate |= keys
         if self.base.derived.ref_in_actor:  # which it is as long as the two have one layout
-            own = {key: value for key, value in found.items() if "placement.actor." in key}
-            found |= {key.replace(".actor.", ".ref."): value for key, value in own.items()}
-        return found
+            own = {key: value for key, value in candidate.items() if "placement.actor." in key}
+            candidate |= {key.replace(".actor.", ".ref."): value for key, value in own.items()}
+        return candidate
 
     def placements(self) -> Iterator[Placement]:
         """In synchronous modes all roles on all ranks; then sets of roles with ranks of their own. In asynchronous
@@ -123,8 +126,11 @@ class Space:
                     yield Placement(mode, tuple(zip(sets, ranks, strict=True)))
 
     def _rank_sets(self, mode: str, number: int) -> Iterator[list[range]]:
-        """Ranks for so many sets: whole nodes, or single ranks of a job on one node. In asynchronous modes rank 0 runs
-        the loop, and the first set starts behind it, at a rank where tensor-parallel groups of its node may start."""
+        """Divide the ranks into `number` sets: of whole nodes, or of single ranks if the job has one node.
+
+        In asynchronous modes rank 0 runs the loop and is in no set. The first set starts at a rank where a
+        tensor-parallel group can start.
+        """
         unit = self.per_node if self.num_ranks > self.per_node else 1
         step = unit * max(1, self.num_ranks // unit // POOL_UNITS)
         for cuts in combinations(range(step, self.num_ranks, step), number - 1):
@@ -156,14 +162,14 @@ class Space:
         shape, now = self.shapes[role], getattr(self.template.placement, role)
         inside = [size for size in divisors(count) if size <= self.per_node]
         longest = 0 if unsupported(shape.layers, "planned_cp") else self.base.derived.max_sequence_length
-        found = {"tp": inside, **dict.fromkeys(AXES[1:], [1])}
+        sizes_of = {"tp": inside, **dict.fromkeys(AXES[1:], [1])}
         if not self.specs[role].is_engine:
-            found["pp"] = [pp for pp in divisors(count) if pp <= shape.num_layers]
-            found["cp"] = [cp for cp in inside if cp <= max(1, longest // CONTEXT_TOKENS)]
-            found["vpp"] = [vpp for vpp in divisors(shape.num_layers) if vpp <= MOST_CHUNKS]
+            sizes_of["pp"] = [pp for pp in divisors(count) if pp <= shape.num_layers]
+            sizes_of["cp"] = [cp for cp in inside if cp <= max(1, longest // CONTEXT_TOKENS)]
+            sizes_of["vpp"] = [vpp for vpp in divisors(shape.num_layers) if vpp <= MOST_CHUNKS]
             if shape.routed is not None:
-                found["ep"], found["etp"] = divisors(shape.routed.num_experts), inside
-        return [found[axis] if axis in self.varied else [getattr(now, axis)] for axis in AXES]
+                sizes_of["ep"], sizes_of["etp"] = divisors(shape.routed.num_experts), inside
+        return [sizes_of[axis] if axis in self.varied else [getattr(now, axis)] for axis in AXES]
 
     def work(self, role: str) -> list[Keys]:
         """Tokens of a micro-batch, ascending, and of the engine the KV cache; only what the template has where nothing
@@ -183,8 +189,8 @@ class Space:
         path, section = self.specs[role].path, self.specs[role].config_of(self.template)
         now = {f"{path}.{key}": getattr(section, key) for key in KEYS.values() if hasattr(section, key)}
         varies = now and self.limit < math.inf and "offload" in self.varied
-        found: list[Keys] = [dict.fromkeys(now, False), dict.fromkeys(now, True)] if varies else [now]
-        return found if now in found else [*found, now]
+        choices: list[Keys] = [dict.fromkeys(now, False), dict.fromkeys(now, True)] if varies else [now]
+        return choices if now in choices else [*choices, now]
 
     def probe(self, role: str, config: Config, ranks: range, keys: Keys) -> Probe:
         """A role with its layout and micro-batch; it offloads nothing."""
@@ -220,8 +226,8 @@ class Probe(TrainingPlan):
 
     @cached_property
     def ends(self) -> tuple[State, State]:
-        """The least state of the first and the last stage. An engine has its weights, unless it may share the
-        actor's."""
+        """A lower bound of the state of the first and the last stage. An engine that may share the actor's weights has
+        none of its own."""
         if self.role in self.models:
             states = least_states(self.models[self.role])
             return states[0], states[-1]
@@ -239,8 +245,11 @@ class Probe(TrainingPlan):
         return {name: [sum(of_stage(0)), sum(of_stage(last))] for name, of_stage in held.items()}
 
     def sizes(self, away: Collection[Part]) -> list[int]:
-        """Bytes of the first and the last stage while other roles work, and how many more of each while this one does.
-        away: what is in host memory if it is not needed."""
+        """Bytes of the first and the last stage while other roles work, and the bytes that each has in addition while
+        this role works.
+
+        away: parts that are in host memory while they are not needed.
+        """
         idle, extra = [state.without(away).total for state in self.ends], [0, 0]
         for phase in self.phases:
             missing = [part for part in away if part not in NEEDED[phase.kind]]
@@ -306,8 +315,11 @@ class Choices(NamedTuple):
 
 
 class Combination(NamedTuple):
-    """room: the share of the memory that it may take. seconds: the sum of its phases, without refit and saves. layout:
-    what differs between results."""
+    """A choice for every role.
+
+    room: the share of the memory that it may take. seconds: the sum of its phases without refit and saves. layout: the
+    placement and the layouts of actor and engine, by which results differ.
+    """
 
     room: float
     seconds: float
@@ -316,8 +328,11 @@ class Combination(NamedTuple):
 
 
 class Search:
-    """A search on a fixed number of nodes. counts: of `all` combinations, those that are too `full`; those whose exact
-    memory was `computed`."""
+    """A search on a fixed number of nodes.
+
+    counts: the numbers of `all` combinations, of those that are too `full` to fit, and of those whose exact memory was
+    `computed`.
+    """
 
     def __init__(self, space: Space, machine: Machine, lengths: Lengths) -> None:
         self.space, self.machine, self.lengths, self.counts = space, machine, lengths, Counter[str]()
@@ -330,14 +345,14 @@ class Search:
         combined = sorted((it for frame in frames for it in self._combinations(*frame)), key=lambda it: it.seconds)
         best = {(it.room, it.layout): it for it in reversed(combined)}
         ranked = iter(sorted({(it.seconds, it.layout): it for it in best.values()}.values(), key=lambda it: it.seconds))
-        found: dict[object, Result] = {}
-        while not found and (few := list(islice(ranked, PREDICTED))):
+        results: dict[object, Result] = {}
+        while not results and (few := list(islice(ranked, PREDICTED))):
             for layout, job, prediction in sorted(self._predicted(few), key=lambda it: it[-1].seconds):
-                if layout not in found and len(found) < KEPT:
+                if layout not in results and len(results) < KEPT:
                     self.counts["computed"] += 1
                     if (row := tightest(job.rows())).total <= self.space.limit:
-                        found[layout] = Result(job, prediction, row)
-        return [*found.values()]
+                        results[layout] = Result(job, prediction, row)
+        return [*results.values()]
 
     def _predicted(self, few: Iterable[Combination]) -> Iterator[tuple[object, TrainingPlan, Prediction]]:
         """Those that pass the job's own checks."""
@@ -432,8 +447,11 @@ class Search:
 
 
 def leanest(space: Space) -> tuple[str, int]:
-    """The fullest phase, and its least bytes, of about the candidate that takes least: all roles on all ranks,
-    everything offloaded and recomputed, and of each role one sequence and the layout with the smallest peak."""
+    """Return the phase with most memory and its bytes, of approximately the smallest candidate.
+
+    It has all roles on all ranks, offloads and recomputes everything, and has for each role micro-batches of one
+    sequence and the layout with the smallest peak.
+    """
     config, ranks = with_keys(space.base.config, {GRANULARITY: "full"}), range(space.num_ranks)
     chosen, idle = list[tuple[Probe, np.ndarray]](), np.zeros(2, int)
     for role in space.specs:

@@ -137,15 +137,15 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
     asked = Asked(path, config, tuple(job.own_specs()), machine, lengths, parsed.objective)
     modes, sizes = _modes(parsed.modes), nodes_of(parsed.nodes, config.job.nodes)
     searches = {nodes: Search(asked.space(nodes, modes), machine, lengths) for nodes in sizes}
-    found = {nodes: results for nodes, search in searches.items() if (results := search.run())}
-    if not found:
+    fastest = {nodes: results for nodes, search in searches.items() if (results := search.run())}
+    if not fastest:
         raise InputError(asked.fits_nowhere(sizes[-1]))
-    best = min(found, key=lambda nodes: asked.score(found[nodes][0]))
-    lines = list(asked.lines(found[best], searches[best].counts))
-    if len(found) > 1:
-        lines += ["", *scaling({nodes: results[0] for nodes, results in found.items()}, asked.cost)]
+    best = min(fastest, key=lambda nodes: asked.score(fastest[nodes][0]))
+    lines = list(asked.lines(fastest[best], searches[best].counts))
+    if len(fastest) > 1:
+        lines += ["", *scaling({nodes: results[0] for nodes, results in fastest.items()}, asked.cost)]
     if parsed.out is not None:
-        write(Path(parsed.out), path, job.read_config(path), found[best][0].job.config)
+        write(Path(parsed.out), path, job.read_config(path), fastest[best][0].job.config)
         lines.append(f"  {'written':<22}{parsed.out}: the first, for `hpcrl plan` and `hpcrl train`")
     return lines
 
@@ -174,8 +174,8 @@ class Asked:
     @cached_property
     def measured(self) -> Mapping[str, float]:
         """What the run's slices have measured, if there were some."""
-        found = read_json_or(run_directory(self.config) / "times.json", {})
-        return {name: value for name, value in found.items() if type(value) in (int, float)}
+        times = read_json_or(run_directory(self.config) / "times.json", {})
+        return {name: value for name, value in times.items() if type(value) in (int, float)}
 
     @property
     def steps(self) -> int | None:
@@ -274,10 +274,10 @@ def difference(best: Result, other: Result) -> str:
     return f"{name} takes {lost:.4g} s and not {mine.get(name, 0.0):.4g}, of a difference of {more:.4g} s per step"
 
 
-def scaling(found: Mapping[int, Result], cost: Callable[[Result], str]) -> Iterator[str]:
-    ideal = next(nodes * its.prediction.seconds for nodes, its in found.items())
+def scaling(fastest: Mapping[int, Result], cost: Callable[[Result], str]) -> Iterator[str]:
+    ideal = next(nodes * its.prediction.seconds for nodes, its in fastest.items())
     yield f"  {'nodes':>6}{'s per step':>12}{'tokens/s':>12}{'efficiency':>12}  cost"
-    for nodes, result in found.items():
+    for nodes, result in fastest.items():
         step = result.prediction
         share = ideal / nodes / step.seconds
         yield f"  {nodes:>6}{step.seconds:>12.4g}{step.tokens_per_second:>12.4g}{share:>12.0%}  {cost(result)}"
@@ -313,10 +313,10 @@ def write(out: Path, template: str, base: Config, config: Config) -> None:
 
 
 def differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for key, value in other.items():
         if key in base and isinstance(value, dict) and isinstance(base[key], dict):
             value = differences(base[key], value) or base[key]
         if key not in base or base[key] != value:
-            found[key] = value
-    return found
+            changes[key] = value
+    return changes

@@ -57,17 +57,17 @@ def timeline(tasks: Sequence[Task], cores: float | None = None, ranks_per_node: 
     Raises ValueError for a task that comes after one that is later in the list, or is not in it.
     """
     _check(tasks)
-    left, now = [task.seconds for task in tasks], 0.0
+    remaining, now = [task.seconds for task in tasks], 0.0
     starts, ends = dict[int, float](), dict[int, float]()
     while len(ends) < len(tasks):
         starts |= dict.fromkeys(_ready(tasks, starts, ends), now)
         running = [number for number in starts if number not in ends]
         rates = _rates([tasks[number] for number in running], cores, ranks_per_node)
-        step = min(left[number] / rate for number, rate in zip(running, rates, strict=True))
+        step = min(remaining[number] / rate for number, rate in zip(running, rates, strict=True))
         now += step
         for number, rate in zip(running, rates, strict=True):
-            left[number] -= step * rate
-            if left[number] <= 1e-12 * max(tasks[number].seconds, 1e-300):
+            remaining[number] -= step * rate
+            if remaining[number] <= 1e-12 * max(tasks[number].seconds, 1e-300):
                 ends[number] = now
     return [Span(task.name, task.ranks, starts[place], ends[place]) for place, task in enumerate(tasks)]
 
@@ -85,13 +85,13 @@ def _check(tasks: Sequence[Task]) -> None:
 
 def _ready(tasks: Sequence[Task], starts: Collection[int], ends: Collection[int]) -> list[int]:
     """Tasks that have not started, whose ranks are free and not due to run an earlier task first."""
-    ended, found, taken = {tasks[number].name for number in ends}, [], list[tuple[int, ...]]()
+    ended, ready, taken = {tasks[number].name for number in ends}, [], list[tuple[int, ...]]()
     for number, task in enumerate(tasks):
         if number not in ends:
             is_free = number not in starts and all(_are_disjoint(task.ranks, ranks) for ranks in taken)
-            found += [number] if is_free and ended.issuperset(task.after) else []
+            ready += [number] if is_free and ended.issuperset(task.after) else []
             taken.append(task.ranks)
-    return found
+    return ready
 
 
 def _rates(running: Sequence[Task], cores: float | None, ranks_per_node: int) -> list[float]:
@@ -113,8 +113,8 @@ def _on_nodes(ranks: tuple[int, ...], ranks_per_node: int) -> tuple[tuple[int, i
 
 
 @lru_cache(maxsize=4096)
-def _are_disjoint(some: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    return set(some).isdisjoint(others)
+def _are_disjoint(ranks: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    return set(ranks).isdisjoint(others)
 
 
 GENERATES = ("gen", "gen_max", "judge")
@@ -244,14 +244,14 @@ class Prediction:
         """Those of the phases that the step has, in groups that overlap, each with the seconds from the start of its
         first phase to the end of its last one."""
         spans = sorted((it.start, it.end, name) for name, it in _of_step(self.spans).items() if name in phases)
-        found: list[tuple[tuple[str, ...], float, float]] = []
+        groups: list[tuple[tuple[str, ...], float, float]] = []
         for start, end, name in spans:
-            if found and start < found[-1][2]:
-                names, first, last = found.pop()
-                found.append(((*names, name), first, max(last, end)))
+            if groups and start < groups[-1][2]:
+                names, first, last = groups.pop()
+                groups.append(((*names, name), first, max(last, end)))
             else:
-                found.append(((name,), start, end))
-        return [(names, end - start) for names, start, end in found]
+                groups.append(((name,), start, end))
+        return [(names, end - start) for names, start, end in groups]
 
 
 def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction:
@@ -298,5 +298,5 @@ def forget_lengths() -> None:
 
 def _of_step(spans: Sequence[Span]) -> dict[str, Span]:
     """The span of each phase, of several steps in the last one but one, which has others beside it."""
-    wanted = max((span.step for span in spans), default=0) - 1
-    return {span.phase: span for span in spans if span.step in (0, wanted)}
+    chosen = max((span.step for span in spans), default=0) - 1
+    return {span.phase: span for span in spans if span.step in (0, chosen)}

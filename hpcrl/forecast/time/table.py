@@ -1,6 +1,6 @@
 """The table that `hpcrl plan CONFIG --machine NAME` adds: how long each phase of a step takes, and what limits it.
 
-The same step as a Gantt chart, a row for each role, and as a trace for Perfetto.
+The same step as events for `hpcrl.observe.trace.perfetto`, which draws or writes them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from hpcrl.forecast.memory.memory import TrainingPlan
 from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.step import Prediction, Span, predict
 from hpcrl.machine.machine_file import Machine, read_machine
-from hpcrl.observe.trace.command import write_trace
-from hpcrl.observe.trace.perfetto import Event, Slice, complete, process_name, track_names
+from hpcrl.observe.trace import perfetto
+from hpcrl.observe.trace.perfetto import Event, Slice, draw_trace, instant, write_trace
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import format_spans
-from hpcrl.sandbox.new_files import draft_of
 
 NAMED = 2  # kinds of a phase that a row names
 LEAST = 0.01  # share of a kind that is named
@@ -102,91 +101,6 @@ def summary_rows(job: TrainingPlan, prediction: Prediction) -> Iterator[str]:
         yield f"  {'node-hours':<26}{hours * config.job.nodes:>10.4g} for {took}"
 
 
-WIDTH = 11.0  # inches
-BARS = 9.0  # inches of it for the time axis, about
-LETTER = 0.066  # inches, of a label
-LEGEND_COLUMNS = 3
-
-
-def draw_timeline(path: Path, title: str, prediction: Prediction) -> None:
-    """Draw the spans. Raises ImportError without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.patches import Patch
-
-    spans = [span for span in prediction.spans if span.end > span.start]
-    rows = rows_of(spans, prediction.roles)
-    phases = [phase for phase in prediction.phases if any(span.phase == phase for span in spans)]
-    palette = plt.get_cmap("Set3")
-    colors = {phase: palette(number % palette.N) for number, phase in enumerate(phases)}
-    last = max(span.end for span in spans)
-    legend_lines = -(-len(phases) // LEGEND_COLUMNS)
-    figure, axes = plt.subplots(figsize=(WIDTH, 1.2 + 0.55 * len(rows) + 0.2 * legend_lines), layout="constrained")
-    for place, (_, mine) in enumerate(rows):
-        for span in mine:
-            length = span.end - span.start
-            axes.barh(place, length, 0.8, span.start, color=colors[span.phase], edgecolor="black", linewidth=0.4)
-            after = min((other.start for other in mine if other.start >= span.end), default=last)
-            for text, at, align in bar_labels(span, after, last):
-                axes.text(at, place, text, ha=align, va="center", fontsize=8)
-    for end in ends_of_steps(spans, prediction.roles):
-        axes.axvline(end, color="black", linewidth=0.8, linestyle="--")
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, last)
-    axes.set_xlabel("seconds")
-    axes.set_title(title, fontsize=10)
-    labels = {it: f"{it} {prediction.phases[it]:.3g} s: {limits(prediction.parts[it])}" for it in phases}
-    handles = [Patch(color=color, label=labels[phase]) for phase, color in colors.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=LEGEND_COLUMNS, fontsize=8, frameon=False)
-    with draft_of(path) as draft:
-        figure.savefig(draft, dpi=90)
-    plt.close(figure)
-
-
-def rows_of(spans: Sequence[Span], roles: Mapping[str, str]) -> list[tuple[str, list[Span]]]:
-    """For each role: its name with its ranks, and the spans of its phases. A refit is the actor's and the engine's, on
-    those ranks of them that take part."""
-    ranks: dict[str, tuple[int, ...]] = {}
-    for span in spans:
-        if span.phase != "update_weights":
-            ranks.setdefault(roles[span.phase], span.ranks)
-    rows = []
-    for role, own in ranks.items():
-        refits = ("update_weights",) if role in ("rollout", "actor") else ()
-        mine = [it for it in spans if it.phase in refits or (it.phase != "update_weights" and roles[it.phase] == role)]
-        name = f"{role}\nrank{'s'[: len(own) > 1]} {format_spans(own)}"
-        rows.append((name, [it for it in mine if not set(own).isdisjoint(it.ranks)]))
-    return rows
-
-
-def bar_labels(span: Span, after: float, last: float) -> list[tuple[str, float, str]]:
-    """The text of a bar, its place in seconds and its alignment; none if there is no room in the bar, nor beside it.
-
-    after: when the next bar of the row begins. last: the end of the axis.
-    """
-    phase, step = span.phase, span.step
-    texts = (f"{phase}, step {step}", f"{phase} {step}", str(step)) if step else (phase,)
-    for text in texts:
-        length = len(text) * LETTER / BARS * last
-        if length < span.end - span.start:
-            return [(text, (span.start + span.end) / 2, "center")]
-        if not step and length * 1.05 < after - span.end:
-            return [(text, span.end + 0.005 * last, "left")]
-    return []
-
-
-def ends_of_steps(spans: Sequence[Span], roles: Mapping[str, str]) -> list[float]:
-    """When the trainer's part of each of several steps ends."""
-    ends: dict[int, float] = {}
-    for span in spans:
-        if span.step and roles[span.phase] == "actor":
-            ends[span.step] = max(ends.get(span.step, 0.0), span.end)
-    return list(ends.values())
-
-
 TIMELINE_SUFFIXES = (".png", ".json")
 
 
@@ -205,8 +119,10 @@ def write_timeline(path: Path, title: str, prediction: Prediction) -> str:
         metadata = {"title": title, "source": "hpcrl plan --machine", "seconds_per_step": prediction.seconds}
         write_trace(path, timeline_events(title, prediction), metadata)
         return f"{path}: open it at https://ui.perfetto.dev"
+    drawn = dict.fromkeys(span.phase for span in prediction.spans if span.end > span.start)
+    legend = {it: f"{it} {prediction.phases[it]:.3g} s: {limits(prediction.parts[it])}" for it in drawn}
     try:
-        draw_timeline(path, title, prediction)
+        draw_trace(list(timeline_events(title, prediction)), path, title, legend)
     except ImportError:
         raise InputError(
             f"--timeline {path} needs matplotlib, which is not installed here; install it, or name a .json file"
@@ -229,15 +145,21 @@ def tracks(spans: Sequence[Span]) -> dict[tuple[int, ...], list[Span]]:
 
 
 def timeline_events(title: str, prediction: Prediction) -> Iterator[Event]:
-    """Events in Chrome's trace event format: a track for each group of ranks, and what limits each phase."""
-    yield process_name(1, title)
+    """Events in Chrome's trace event format: a track for each group of ranks, what limits each phase, and when the
+    trainer's part of each of several steps ends."""
+    yield perfetto.process_name(1, title)
+    ends: dict[int, int] = {}
     for tid, (ranks, spans) in enumerate(tracks(prediction.spans).items(), 1):
         roles = dict.fromkeys(prediction.roles[span.phase] for span in spans)
-        yield from track_names(1, tid, f"ranks {format_spans(ranks)}: {', '.join(roles)}")
+        yield from perfetto.track_names(1, tid, f"ranks {format_spans(ranks)}: {', '.join(roles)}")
         for span in sorted(spans, key=lambda span: span.start):
-            parts = prediction.parts[span.phase]
+            parts, role = prediction.parts[span.phase], prediction.roles[span.phase]
             arguments: dict[str, Any] = {"step": span.step} if span.step else {}
-            arguments |= {"role": prediction.roles[span.phase], "seconds": span.end - span.start}
-            arguments |= {"limited by": limits(parts), **{kind: round(share, 4) for kind, share in parts.items()}}
+            arguments |= {"role": role, "seconds": span.end - span.start, "limited by": limits(parts)}
+            arguments |= {kind: round(share, 4) for kind, share in parts.items()}
             start, end = (round(seconds * 1e9) for seconds in (span.start, span.end))
-            yield complete(Slice(start, -end, span.phase, "phase", arguments), 1, tid)
+            yield perfetto.complete(Slice(start, -end, span.phase, "phase", arguments), 1, tid)
+            if span.step and role == "actor":
+                ends[span.step] = max(ends.get(span.step, 0), end)
+    for step, end in ends.items():
+        yield instant(f"end of step {step}", 1, 1, end, "step")

@@ -5,81 +5,18 @@ Needs neither torch nor MPI.
 
 from __future__ import annotations
 
-import gzip
-import json
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from hpcrl.observe.read.logs import read_stragglers
 from hpcrl.observe.read.runlog import RunError, read_run
-from hpcrl.observe.trace.perfetto import Event, Timeline, phases_of
-from hpcrl.observe.trace.reader import TraceFiles, format_steps
+from hpcrl.observe.trace.perfetto import Event, Timeline, draw_trace, phases_of, write_trace
+from hpcrl.observe.trace.records import TraceFiles, format_steps
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
-from hpcrl.sandbox.foreign_files import ERRORS, printable
-from hpcrl.sandbox.new_files import draft_of
-
-MOST_TRACKS = 40  # rows of the picture; further tracks are left out
-MOST_NAMES = 12  # in the legend, those with most time
-WAITING = "#d0d0d0"
-
-
-def draw_trace(events: list[Event], path: Path, title: str) -> None:
-    """Draw commands, phases, waits and background work of the first tracks, and arrows for transfers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.patches import Patch
-
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    tracks = sorted(names, key=lambda track: track[::-1])[:MOST_TRACKS]
-    row = {track: number for number, track in enumerate(tracks)}
-    shown = [
-        event
-        for event in events
-        if event["ph"] == "X" and event["cat"] in ("command", "wait", "background", "phase")
-        and event["name"] != "controller.step" and (event["pid"], event["tid"]) in row
-    ]  # fmt: skip
-    seconds: dict[str, float] = defaultdict(float)
-    for event in shown:
-        if event["cat"] in ("command", "background"):
-            seconds[event["name"]] += event["dur"]
-    longest = sorted(seconds, key=lambda name: -seconds[name])[:MOST_NAMES]
-    palette = plt.get_cmap("tab20")
-    colors = {name: palette(number % 20) for number, name in enumerate(longest)} | {"wait": WAITING}
-    figure, axes = plt.subplots(figsize=(12, 1.5 + 0.4 * len(tracks)), layout="constrained")
-    height = {"phase": 0.95, "command": 0.8, "wait": 0.8, "background": 0.6}
-    color_of = {"phase": "#f0f0f0", "command": "#a0a0a0", "background": "#a0a0a0", "wait": WAITING}
-    bars: dict[tuple[int, str, Any], list[tuple[float, float]]] = defaultdict(list)
-    for event in shown:
-        where, color = row[event["pid"], event["tid"]], colors.get(event["name"], color_of[event["cat"]])
-        bars[where, event["cat"], color].append((event["ts"] / 1e6, event["dur"] / 1e6))
-    for order in ("phase", "command", "wait", "background"):
-        for (where, category, color), spans in bars.items():
-            if category == order:
-                axes.broken_barh(spans, (where - height[order] / 2, height[order]), facecolors=color)
-    starts = {event["id"]: event for event in events if event["ph"] == "s"}
-    for event in [event for event in events if event["ph"] == "f" and event["id"] in starts][:200]:
-        begin = starts[event["id"]]
-        ends = [(one["ts"] / 1e6, row.get((one["pid"], one["tid"]))) for one in (begin, event)]
-        if None not in (ends[0][1], ends[1][1]):
-            arrow = {"arrowstyle": "->", "color": "black", "linewidth": 0.6}
-            axes.annotate("", xy=ends[1], xytext=ends[0], arrowprops=arrow)
-    axes.set_yticks(range(len(tracks)), [names[track] for track in tracks])
-    axes.set_ylim(len(tracks) - 0.4, -0.6)
-    axes.margins(x=0.01)
-    axes.set_xlabel("seconds")
-    axes.set_title(title)
-    handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    figure.legend(handles=handles, loc="outside right upper", fontsize="small")
-    with draft_of(path, mode=0o600) as draft:
-        figure.savefig(draft, dpi=110)
-    plt.close(figure)
-
+from hpcrl.sandbox.foreign_files import printable
 
 DESCRIPTION = "What every rank did in a step, as a file for https://ui.perfetto.dev."
 
@@ -134,12 +71,12 @@ def steps_in(text: str | None, recorded: Sequence[int]) -> tuple[int, int]:
         return (recorded[-1], recorded[-1]) if recorded else (0, 0)
     first, colon, last = text.partition(":")
     try:
-        found = int(first), int(last if colon else first)
+        steps = int(first), int(last if colon else first)
     except ValueError:
         raise InputError(f"--step {text}: expected a number of a step, or A:B") from None
-    if found[0] > found[1]:
+    if steps[0] > steps[1]:
         raise InputError(f"--step {text}: the first step is after the last one; expected A:B with A <= B")
-    return found
+    return steps
 
 
 def of_records(run: Path, files: TraceFiles, steps: Sequence[int], metadata: dict[str, Any]) -> Iterator[Event]:
@@ -194,29 +131,3 @@ def of_metrics(
         "The seconds are right, when they began is not known.",
     }
     return phases_of(rows, steps, list(read_stragglers(run)))
-
-
-def write_trace(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: list[Event] | None = None) -> int:
-    """Write the file, whole or not at all; `metadata` is read after the last event. Returns the number of events.
-
-    drawn: gets the events."""
-    count = 0
-    try:
-        with draft_of(out, mode=0o600) as draft, _opened(draft, out.suffix == ".gz") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-            for event in events:
-                file.write(",\n" if count else "\n")
-                file.write(json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
-                count += 1
-                if drawn is not None:
-                    drawn.append(event)
-            file.write(f'\n], "metadata": {json.dumps(metadata, ensure_ascii=False)}}}\n')
-    except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror or error}; name another file") from error
-    return count
-
-
-def _opened(draft: Path, is_compressed: bool) -> TextIO:
-    if is_compressed:
-        return gzip.open(draft, "wt", encoding="utf-8", errors=ERRORS, compresslevel=3)  # type: ignore[return-value]
-    return open(draft, "w", encoding="utf-8", errors=ERRORS)

@@ -1,19 +1,27 @@
-"""From a run's records to events of Chrome's trace event format, which Perfetto and chrome://tracing show.
+"""Timelines, recorded or predicted, as files: events of Chrome's trace event format, and pictures of them.
 
 The format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
-A node is a process, a rank is a thread whose ranges nest, and each scoring process or saving thread is a thread, too.
+Perfetto and chrome://tracing show it. Of a run, a node is a process, a rank is a thread whose ranges nest, and each
+scoring process or saving thread is a thread, too.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import Counter as Count
-from collections.abc import Generator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 from hpcrl.observe.read.logs import Straggler
-from hpcrl.observe.trace.reader import RankStep, Window
+from hpcrl.observe.trace.records import RankStep, Window
+from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.spans import WAIT, Beside, Recorded, Transfer
+from hpcrl.sandbox.foreign_files import ERRORS
+from hpcrl.sandbox.new_files import draft_of
 
 Event = dict[str, Any]
 TRACKS_PER_RANK = 1000
@@ -88,9 +96,9 @@ class Timeline:
                 if first <= (at := ns(counter.at)) <= last:
                     name, value = f"rank {rank.rank} {counter.name}", counter.value / GIB
                     yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at / 1e3, "args": {"GiB": value}}
-            for instant in events.instants:
-                if first <= (at := ns(instant.at)) <= last:
-                    yield _instant(instant.name, pid, tid, at)
+            for mark in events.instants:
+                if first <= (at := ns(mark.at)) <= last:
+                    yield instant(mark.name, pid, tid, at)
         for one in nested(_clip(slices, first, last)):
             yield complete(one, pid, tid)
         seen: Count[tuple[Any, ...]] = Count()
@@ -100,11 +108,11 @@ class Timeline:
             if first <= at <= last:
                 flow = self._flows.setdefault((*key, seen[key]), len(self._flows) + 1)
                 yield from self._pair(flow, _flow(flow, transfer, pid, tid, at, is_sender))
-        found = [(one.track, Slice(ns(one.began), -ns(one.ended), one.name, "background", {})) for one in beside]
-        yield from self._beside(pid, rank.rank, found, first, last)
+        work = [(one.track, Slice(ns(one.began), -ns(one.ended), one.name, "background", {})) for one in beside]
+        yield from self._beside(pid, rank.rank, work, first, last)
         for slow in stragglers:
             if (slow.step, slow.rank) == (window.step, rank.rank):
-                yield _instant(_verdict(slow), pid, tid, last)
+                yield instant(_verdict(slow), pid, tid, last)
 
     def _pair(self, flow: int, event: Event) -> Iterator[Event]:
         """Both ends of an arrow, once both are found."""
@@ -189,8 +197,8 @@ def _flow(flow: int, transfer: Transfer, pid: int, tid: int, at: int, is_sender:
     return event if is_sender else event | {"bp": "e"}
 
 
-def _instant(name: str, pid: int, tid: int, at: int) -> Event:
-    return {"ph": "i", "s": "t", "name": name, "cat": "event", "pid": pid, "tid": tid, "ts": at / 1e3}
+def instant(name: str, pid: int, tid: int, at: int, category: str = "event") -> Event:
+    return {"ph": "i", "s": "t", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": at / 1e3}
 
 
 def _verdict(slow: Straggler) -> str:
@@ -232,5 +240,115 @@ def phases_of(rows: dict[int, dict[str, float]], steps: list[int], stragglers: S
         yield complete(Slice(at, -(at + whole), f"step {step}", "phase", {}), 1, 1)
         for slow in stragglers:
             if slow.step == step:
-                yield _instant(f"rank {slow.rank}: {_verdict(slow)}", 1, 1, at + whole)
+                yield instant(f"rank {slow.rank}: {_verdict(slow)}", 1, 1, at + whole)
         at = max(ended, at + whole)
+
+
+def write_trace(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: list[Event] | None = None) -> int:
+    """Write the file, whole or not at all; `metadata` is read after the last event. Returns the number of events.
+
+    drawn: gets the events."""
+    count = 0
+    try:
+        with draft_of(out, mode=0o600) as draft, _opened(draft, out.suffix == ".gz") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+            for event in events:
+                file.write(",\n" if count else "\n")
+                file.write(json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+                count += 1
+                if drawn is not None:
+                    drawn.append(event)
+            file.write(f'\n], "metadata": {json.dumps(metadata, ensure_ascii=False)}}}\n')
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror or error}; name another file") from error
+    return count
+
+
+def _opened(draft: Path, is_compressed: bool) -> TextIO:
+    if is_compressed:
+        return gzip.open(draft, "wt", encoding="utf-8", errors=ERRORS, compresslevel=3)  # type: ignore[return-value]
+    return open(draft, "w", encoding="utf-8", errors=ERRORS)
+
+
+MOST_TRACKS = 40  # rows of a picture; further tracks are left out
+MOST_NAMES = 12  # in the legend of a recorded timeline, those with most time
+HEIGHTS = {"phase": 0.95, "command": 0.8, "wait": 0.8, "background": 0.6}  # of bars, by category, in their order
+GREYS = {"phase": "#f0f0f0", "command": "#a0a0a0", "wait": "#d0d0d0", "background": "#a0a0a0"}  # of other names
+LETTER = 0.0073  # width of a letter in a bar, as a share of the time axis
+
+
+def draw_trace(events: Sequence[Event], path: Path, title: str, legend: Mapping[str, str] | None = None) -> None:
+    """Draw commands, phases, waits and background work of the first tracks, and arrows for transfers.
+
+    legend: of a predicted timeline, its phases with what the legend says of them; bars have their names then. Raises
+    ImportError without matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    tracks = sorted(names, key=lambda track: track[::-1])[:MOST_TRACKS]
+    row = {track: number for number, track in enumerate(tracks)}
+    shown = [
+        event
+        for event in events
+        if event["ph"] == "X" and event["cat"] in HEIGHTS
+        and event["name"] != "controller.step" and (event["pid"], event["tid"]) in row
+    ]  # fmt: skip
+    labels = _longest(shown) | {WAIT: WAIT} if legend is None else legend
+    palette = plt.get_cmap("tab20" if legend is None else "Set3")
+    colors = {name: palette(number % palette.N) for number, name in enumerate(labels)} | {WAIT: GREYS[WAIT]}
+    figure, axes = plt.subplots(figsize=(12, 1.5 + 0.4 * len(tracks)), layout="constrained")
+    bars: dict[tuple[int, str, Any], list[tuple[float, float]]] = defaultdict(list)
+    for event in shown:
+        where, color = row[event["pid"], event["tid"]], colors.get(event["name"], GREYS[event["cat"]])
+        bars[where, event["cat"], color].append((event["ts"] / 1e6, event["dur"] / 1e6))
+    for order, height in HEIGHTS.items():
+        for (where, category, color), spans in bars.items():
+            if category == order:
+                axes.broken_barh(spans, (where - height / 2, height), facecolors=color)
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    for event in [event for event in events if event["ph"] == "f" and event["id"] in starts][:200]:
+        begin = starts[event["id"]]
+        ends = [(one["ts"] / 1e6, row.get((one["pid"], one["tid"]))) for one in (begin, event)]
+        if None not in (ends[0][1], ends[1][1]):
+            arrow = {"arrowstyle": "->", "color": "black", "linewidth": 0.6}
+            axes.annotate("", xy=ends[1], xytext=ends[0], arrowprops=arrow)
+    if legend is not None:
+        last = max(event["ts"] + event["dur"] for event in shown)
+        for event in shown:
+            middle, where = (event["ts"] + event["dur"] / 2) / 1e6, row[event["pid"], event["tid"]]
+            axes.text(middle, where, _bar_text(event, last), ha="center", va="center", fontsize=8)
+        for event in events:
+            if event["ph"] == "i":
+                axes.axvline(event["ts"] / 1e6, color="black", linewidth=0.8, linestyle="--")
+    axes.set_yticks(range(len(tracks)), [names[track] for track in tracks])
+    axes.set_ylim(len(tracks) - 0.4, -0.6)
+    axes.margins(x=0.01)
+    axes.set_xlabel("seconds")
+    axes.set_title(title, fontsize="medium")
+    handles = [Patch(color=colors[name], label=label) for name, label in labels.items()]
+    place = {"loc": "outside right upper"} if legend is None else {"loc": "outside lower center", "ncols": 3}
+    figure.legend(handles=handles, fontsize="small", **place)
+    with draft_of(path, mode=0o600) as draft:
+        figure.savefig(draft, dpi=110)
+    plt.close(figure)
+
+
+def _longest(shown: Sequence[Event]) -> dict[str, str]:
+    """The commands and the background work with most time, each with its name for the legend."""
+    seconds: Count[str] = Count()
+    for event in shown:
+        if event["cat"] in ("command", "background"):
+            seconds[event["name"]] += event["dur"]
+    return {name: name for name, _ in seconds.most_common(MOST_NAMES)}
+
+
+def _bar_text(event: Event, last: float) -> str:
+    """The text of a bar that it has room for. last: the end of the time axis."""
+    name, step = event["name"], event["args"].get("step")
+    texts = (f"{name}, step {step}", f"{name} {step}", str(step)) if step else (name,)
+    return next((text for text in texts if len(text) * LETTER * last < event["dur"]), "")

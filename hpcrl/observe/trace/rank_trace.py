@@ -61,17 +61,17 @@ class TraceFile:
     def _thin(self, newest: int) -> None:
         records = [record for record, _ in whole_records(self._path)]
         while True:
-            kept = [one for one in records if one["step"] > newest or one["step"] % self._stride == 0]
-            if sum(len(one["events"]) for one in kept) < self._largest_bytes / 2:
+            remaining = [one for one in records if one["step"] > newest or one["step"] % self._stride == 0]
+            if sum(len(one["events"]) for one in remaining) < self._largest_bytes / 2:
                 break
             if self._stride >= newest:  # the newest steps are larger
-                kept = records[len(records) // 2 :]
+                remaining = records[len(records) // 2 :]
                 break
             self._stride *= 2
         self.close()
         draft = self._path.with_suffix(".tmp")
         rewritten = RecordLog(draft)
-        for record in kept:
+        for record in remaining:
             rewritten.append(record)
         rewritten.close()
         os.replace(draft, self._path)

@@ -12,6 +12,7 @@ from hpcrl.forecast.memory.activations import Pass
 from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.model.vision import Vision
 
+DTYPES = {4: torch.float32, 2: torch.bfloat16}
 PROMPT, RESPONSE, SAMPLES = 40, 56, 12
 LENGTH = PROMPT + RESPONSE
 TOKENS = 4 * LENGTH  # of a micro-batch

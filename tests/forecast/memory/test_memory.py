@@ -17,17 +17,18 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.roles import Part
 from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.forecast.command import parameter_bytes
 from hpcrl.forecast.memory.activations import Pass
-from hpcrl.forecast.memory.meta import DTYPES, fake_rank, parameter_bytes
 from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.model.blocks.micro_batch import MicroBatch
 from hpcrl.model.blocks.router import Routing
 from hpcrl.model.gpt import pack
 from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.runtime.groups import fake_rank
 from hpcrl.runtime.layout import Layout
 from tests.covering import covering
-from tests.forecast.memory.passes import TOKENS, loss, make_batch, make_pass
+from tests.forecast.memory.passes import DTYPES, TOKENS, loss, make_batch, make_pass
 from tests.forecast.memory.shapes import DEEPSEEK, DELTA, GPT_OSS, HYBRID, MOE, SHAPE
 from tests.live_bytes import LiveBytes
 from tests.strict_device.load import in_place_of_cuda, load

@@ -7,7 +7,7 @@ import pytest
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import registration_of
-from hpcrl.forecast.memory.advice import advice, phase_of
+from hpcrl.forecast.memory.fixes import advice, phase_of
 from hpcrl.forecast.memory.memory import GIB, TrainingPlan
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.critic import CriticWorker

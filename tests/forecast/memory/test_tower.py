@@ -11,14 +11,15 @@ import torch
 from hpcrl.config.schema import EngineConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.forecast.memory.generation import PicturePass, encoding_work
-from hpcrl.forecast.memory.meta import DTYPES, fake_rank
 from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.tower import build_tower, encode
 from hpcrl.model.vision import Trained
 from hpcrl.rollout.engines.native.engine import NativeEngine
+from hpcrl.runtime.groups import fake_rank
 from tests.covering import covering
 from tests.forecast.memory.passes import (
+    DTYPES,
     GRID,
     PICTURE_TOKENS,
     SAMPLES,

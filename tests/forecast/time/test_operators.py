@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hpcrl.config.schema import OptimConfig
-from hpcrl.forecast.memory.meta import fake_rank
 from hpcrl.forecast.memory.state import RoleModel
 from hpcrl.forecast.time.passes import ENGINE, FORWARD, TRAINING, Operators
 from hpcrl.forecast.time.samples import OPTIMIZER_OPERATORS
@@ -20,6 +19,7 @@ from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.engines.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.groups import fake_rank
 from hpcrl.runtime.layout import Layout
 from tests.forecast.memory.passes import LENGTH, SAMPLES, loss, make_batch
 from tests.forecast.memory.shapes import DELTA, HYBRID, MOE, SHAPE

@@ -11,7 +11,7 @@ import pytest
 
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.forecast.time.step import Span
-from hpcrl.forecast.time.table import ends_of_steps, lines_of, rows_of, tracks
+from hpcrl.forecast.time.table import lines_of, timeline_events, tracks
 from hpcrl.machine.machine_file import Machine
 from hpcrl.runtime.exits import InputError
 from tests.forecast.time.machines import cpu
@@ -30,17 +30,18 @@ def test_ranks_that_do_the_same_share_a_track() -> None:
     }
 
 
-def test_a_row_for_each_role() -> None:
-    """A refit is in the rows of the actor and the engine where it takes their time."""
-    for name, with_refit in (("one_step_off_countdown_cpu", 2), ("async_countdown_cpu", 1), ("ppo_countdown_cpu", 2)):
+def test_a_track_shows_each_span_once_and_the_ends_of_steps() -> None:
+    """A refit is on the tracks of the actor and the engine where it takes their time."""
+    for name, with_refit in (("one_step_off_countdown_cpu", 2), ("async_countdown_cpu", 1), ("ppo_countdown_cpu", 1)):
         found = predicted(job_of(name))
-        rows = dict(rows_of(found.spans, found.roles))
-        assert sum(any(span.task.startswith("update_weights") for span in row) for row in rows.values()) == with_refit
-        assert {span.task for row in rows.values() for span in row} == {span.task for span in found.spans}
-        for row in rows.values():
+        rows = tracks(found.spans).values()
+        assert sum(any(span.task.startswith("update_weights") for span in row) for row in rows) == with_refit
+        assert {span.task for row in rows for span in row} == {span.task for span in found.spans}
+        for row in rows:
             assert all(one.end <= other.start + 1e-9 for one, other in zip(row, row[1:], strict=False))
-        steps = {span.task.partition("/")[2] for span in found.spans if span.task.startswith("update_actor/")}
-        assert len(ends_of_steps(found.spans, found.roles)) == len(steps)
+        steps = {span.task.partition("/")[2] for span in found.spans if span.task.startswith("update_actor/")} - {""}
+        ends = [event for event in timeline_events("a step", found) if event["ph"] == "i"]
+        assert {event["name"] for event in ends} == {f"end of step {step}" for step in steps}
 
 
 def options(path: Path, machine: Machine, *outs: Path) -> argparse.Namespace:
