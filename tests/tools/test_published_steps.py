@@ -1,4 +1,4 @@
-"""tools/published_steps.py: its jobs have the sizes that their names say; the stored output and the page have its figures."""
+"""tools/published_steps.py: jobs have the sizes of their names; the stored output and the page have its figures."""
 
 from __future__ import annotations
 
