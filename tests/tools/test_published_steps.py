@@ -1,4 +1,4 @@
-"""tools/published_steps.py: its jobs have the sizes that their names say, and the page has its tables."""
+"""tools/published_steps.py: jobs have the sizes of their names; the stored output and the page have its figures."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 from hpcrl.forecast.time.phases import whole_numbers
 
 ROOT = Path(__file__).parents[2]
+STORED = ROOT / "tests" / "tools" / "published_steps.md"
 PAGE = ROOT / "docs" / "performance.md"
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*[A-Za-z])")
-ROUNDING = 0.02  # of a prediction in the page
+ROUNDING = 0.02  # of a stored prediction
 
 
 @cache
@@ -53,12 +54,21 @@ def test_responses_have_the_published_mean() -> None:
         assert lengths.responses[-1] <= its["longest"] - its["prompt"]
 
 
-def test_the_page_has_what_it_prints() -> None:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    first = lines.index(printed()[0])
-    section = [line for line in lines[first:] if line.startswith(("|", "- "))]
-    for found, line in zip(section, printed(), strict=False):
-        assert NUMBER.sub("#", found) == NUMBER.sub("#", line), "run tools/published_steps.py, and paste what it prints"
-        for mine, its in zip(NUMBER.findall(found), NUMBER.findall(line), strict=True):
+def test_the_stored_output_is_what_it_prints() -> None:
+    compare(STORED, printed())
+
+
+def test_the_page_has_the_summary() -> None:
+    figures = [figure for row in tool().read()["rows"] for figure in tool().figures_of(row, tool().read())]
+    compare(PAGE, tuple(tool().summary(figures)))
+
+
+def compare(path: Path, expected: tuple[str, ...]) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    section = [line for line in lines[lines.index(expected[0]) :] if line.startswith(("|", "- "))]
+    for stored, line in zip(section, expected, strict=False):
+        text = NUMBER.sub("#", stored)
+        assert text == NUMBER.sub("#", line), f"run tools/published_steps.py, and paste what it prints into {path.name}"
+        for mine, its in zip(NUMBER.findall(stored), NUMBER.findall(line), strict=True):
             assert float(mine) == pytest.approx(float(its), rel=ROUNDING, abs=0.011)
-    assert len(section) >= len(printed())
+    assert len(section) >= len(expected)
