@@ -18,7 +18,7 @@ from tests.runtime.conftest import MPIEXEC, environment
 LINKS = ("configs", "docs", "slurm", "tests", "tools")
 JOBS = ("train", "sft", "rm", "preference", "online_dpo", "generate", "evaluate", "score", "convert")
 RUNNING = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
-RARELY = ("from_trl.md", "from_llama_factory.md", "from_axolotl.md")  # test_pages.py checks their templates
+RARELY = ("from_trl.md",)  # test_pages.py checks its template
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
