@@ -30,15 +30,25 @@ FOLDERS = {
     "rollout.tensorrt_llm": "rollout.engines.tensorrt_llm",
     "rollout.agent": "rollout.environments",
     "model.hf": "model",
+    "data.sources": "data",
+}
+COMMANDS = {  # module -> its module today, and what `python -m` of it is now
+    "curves": ("observe.report.pictures", "report --out curves.png"),
+    "scalars": ("observe.report.tables", "report --scalars"),
+    "summary": ("observe.report.tables", "report --text"),
 }
 KEPT = {  # old module -> new module, which is imported in its place
     "model.blocks.absent": "model.blocks.block",
     "model.blocks.rope": "model.blocks.attention",
     "rollout.agent.tools": "rollout.environments.tools",
-    "telemetry.curves": "observe.report.curves",
-    "telemetry.scalars": "observe.report.scalars",
-    "telemetry.summary": "observe.report.summary",
+    **{f"{folder}.{name}": COMMANDS[name][0] for folder in ("observe.report", "telemetry") for name in COMMANDS},
 }
+PROGRAM = """
+import sys
+from hpcrl.cli import main
+print("hpcrl: warning: python -m {old} is now hpcrl {command}", file=sys.stderr)
+main([*"{command}".split(), *(word for word in sys.argv[1:] if word != "--sft")])
+"""
 
 
 def new_name(old: str) -> str | None:
@@ -94,9 +104,12 @@ class OldNames:
             sys.modules[module.__name__] = import_module(f"{__package__}.{new}")
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """The code of the new module, for `python -m`."""
+        """The code of the new module, or of the command that has taken its place, for `python -m`."""
         from importlib.util import find_spec
 
+        name = fullname.rpartition(".")[2]
+        if name in COMMANDS:
+            return compile(PROGRAM.format(old=fullname, command=COMMANDS[name][1]), fullname, "exec")
         spec = find_spec(new_name(fullname) or fullname)
         return spec.loader.get_code(spec.name) if spec is not None else None  # type: ignore[union-attr]
 

@@ -31,6 +31,7 @@ NEW_NAMES = {
     "rollout.tensorrt_llm.engine": "rollout.engines.tensorrt_llm.engine",
     "rollout.agent.loop": "rollout.environments.loop",
     "model.hf.files": "model",
+    "data.sources.gsm8k": "data",
 }
 
 
