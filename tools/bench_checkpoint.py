@@ -105,7 +105,7 @@ def measure(key_values: KeyValueStore, controller: Controller, num_ranks: int, o
     folder = options.folder / "bench_checkpoint"
     actor = controller["actor"]
     total = BYTES_PER_WEIGHT * actor.num_weights().get()[0]
-    found: list[Seconds] = []
+    rounds: list[Seconds] = []
     for _ in range(1 + options.repetitions):
         shutil.rmtree(folder, ignore_errors=True)
         (sync_blocked, _, _), (async_blocked, saved, phases) = (
@@ -113,11 +113,11 @@ def measure(key_values: KeyValueStore, controller: Controller, num_ranks: int, o
         )
         phase = statistics.median(max(actor.phase().get()) for _ in range(5))
         memcpy = max(actor.memcpy(total // num_ranks).get())
-        found.append(Seconds(sync_blocked, async_blocked, saved, memcpy, phase, statistics.median(phases or [phase])))
+        rounds.append(Seconds(sync_blocked, async_blocked, saved, memcpy, phase, statistics.median(phases or [phase])))
     shutil.rmtree(folder)
-    medians = Seconds(*(statistics.median(column) for column in zip(*found[1:], strict=True)))
+    medians = Seconds(*(statistics.median(column) for column in zip(*rounds[1:], strict=True)))
     if options.json:
-        show_json(medians, Seconds(*map(min, zip(*found[1:], strict=True))), total, num_ranks)
+        show_json(medians, Seconds(*map(min, zip(*rounds[1:], strict=True))), total, num_ranks)
     else:
         show(medians, total, num_ranks)
 

@@ -412,8 +412,8 @@ def measure(world: World, case: Case, profile: cProfile.Profile | None = None) -
             profile.disable()
         return run.seen
 
-    found = run_program(world, workers, STUBS, layouts, program)
-    return summary(case, world.size, found[1:]) if found is not None else None
+    steps = run_program(world, workers, STUBS, layouts, program)
+    return summary(case, world.size, steps[1:]) if steps is not None else None
 
 
 def summary(case: Case, ranks: int, steps: Sequence[dict[str, float]]) -> Measured:
@@ -441,12 +441,12 @@ def serve(arguments: argparse.Namespace) -> None:
     if comm.rank:  # hundreds of ranks on a few cores: those that wait for commands leave the cores to rank 0
         back_off.eager_tests, back_off.last_pause = 10, 20e-3
     profile = cProfile.Profile(time.process_time) if arguments.profile and world.rank == 0 else None
-    found = [measure(world, case, profile) for case in cases_of(arguments)]
+    rows = [measure(world, case, profile) for case in cases_of(arguments)]
     loaded = world.all_gather_object([name for name in FORBIDDEN if name in sys.modules])
     memory = world.all_gather_object(proportional_set_size())
     if world.rank == 0:
         result = {
-            "measured": [asdict(measured) for measured in found if measured is not None],
+            "measured": [asdict(measured) for measured in rows if measured is not None],
             "imported": sorted({name for names in loaded for name in names}),
             "rank_mb": float(np.median(memory)) / 1e6,
             "rank_0_mb": memory[0] / 1e6,
@@ -519,10 +519,10 @@ def report_plan(path: str, overrides: Sequence[str]) -> int:
     print(f"{derived.world_size} ranks; data-parallel sizes {sorted({role.dp for role in derived.roles.values()})}")
     for samples in sorted({derived.samples_per_step, 8192, 65536}):
         prompts = samples // config.rollout.n
-        found = plan_step(of_size(config, prompts), derived, samples)
+        plan = plan_step(of_size(config, prompts), derived, samples)
         print(
-            f"{samples:>6} samples: assignment {found.assignment_s:.2f} s, commands of a call {found.commands_s:.2f} s "
-            f"and {found.command_bytes / 1e6:.2f} MB"
+            f"{samples:>6} samples: assignment {plan.assignment_s:.2f} s, commands of a call {plan.commands_s:.2f} s "
+            f"and {plan.command_bytes / 1e6:.2f} MB"
         )
     return 0
 
@@ -587,12 +587,12 @@ def slope_lines(rows: Sequence[Measured]) -> Iterator[str]:
 
 def report(results: Iterable[dict[str, Any]], path: str | None) -> int:
     """Print the table; returns the exit code."""
-    found = list(results)
+    outputs = list(results)
     names = {field.name for field in fields(Measured)}
-    rows = [Measured(**{name: row[name] for name in names}) for result in found for row in result["measured"]]
+    rows = [Measured(**{name: row[name] for name in names}) for result in outputs for row in result["measured"]]
     rows.sort(key=lambda row: (row.algorithm, row.samples, row.tokens, row.ranks))
     print(*table(rows), "", *slope_lines(rows), sep="\n")
-    memory = max(found, key=lambda result: result["all_mb"])
+    memory = max(outputs, key=lambda result: result["all_mb"])
     print(
         f"memory: {memory['rank_mb']:.0f} MB of a rank, {memory['rank_0_mb']:.0f} MB of rank 0, "
         f"{memory['all_mb'] / 1e3:.1f} GB of all"
@@ -601,7 +601,7 @@ def report(results: Iterable[dict[str, Any]], path: str | None) -> int:
         Path(path).write_text(
             json.dumps(
                 {
-                    "results": found,
+                    "results": outputs,
                     "slopes": {
                         algorithm: {
                             name: slopes([row for row in rows if row.algorithm == algorithm], name) for name in SHOWN
@@ -612,7 +612,7 @@ def report(results: Iterable[dict[str, Any]], path: str | None) -> int:
                 indent=1,
             )
         )
-    imported = sorted({name for result in found for name in result["imported"]})
+    imported = sorted({name for result in outputs for name in result["imported"]})
     if imported:
         print(f"ranks have imported {', '.join(imported)}; expected none of {', '.join(FORBIDDEN)}", file=sys.stderr)
         return 1

@@ -62,15 +62,15 @@ def main(arguments: list[str] | None = None) -> None:
     known = {(line["case"], line["repeat"]) for line in lines}
     chosen = [(number, case) for number, case in enumerate(layout_cases.cases()) if re.search(options.only, case.name)]
     repeats = [*range(options.repeats), *(["memory"] if options.memory else [])]
-    left = [
+    pending = [
         (number, repeat)
         for repeat in repeats
         for number, case in sorted(chosen, key=lambda it: crc32(f"{repeat} {it[1].name}".encode()))
         if (case.name, repeat) not in known
     ]
     began, starts = time.monotonic(), 1 + max((line["start"] for line in lines), default=-1)
-    for first in range(0, len(left), JOBS):
-        jobs = left[first : first + JOBS]
+    for first in range(0, len(pending), JOBS):
+        jobs = pending[first : first + JOBS]
         with tempfile.TemporaryDirectory(prefix="bench_layouts_") as folder:
             number = starts + first // JOBS
             own = ["--out", options.out, "--folder", folder, "--jobs", json.dumps(jobs), "--number", str(number)]
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
             if code:
                 sys.exit("\n".join([*Path(folder, "log").read_text().splitlines()[-30:], f"exit code {code}"]))
         done, spent = first + len(jobs), time.monotonic() - began
-        print(f"{done} of {len(left)} jobs, {spent / done * (len(left) - done) / 60:.0f} min left", flush=True)
+        print(f"{done} of {len(pending)} jobs, {spent / done * (len(pending) - done) / 60:.0f} min left", flush=True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -73,10 +73,10 @@ def main(arguments: list[str] | None = None) -> None:
         for _ in range(options.rounds):
             for mode in options.modes:
                 try:
-                    found = Hpcrl(RANKS, 1, (*common, *MODES[mode])).run(work, options.steps, folder)
+                    measured = Hpcrl(RANKS, 1, (*common, *MODES[mode])).run(work, options.steps, folder)
                 except NoPeer as error:
                     raise SystemExit(f"{mode}: {error}") from None
-                seconds[mode].append(sum(found.seconds) / len(found.seconds))
+                seconds[mode].append(sum(measured.seconds) / len(measured.seconds))
         print(f"{samples} samples a step, after {WARM_UP} steps; scores after {options.scorer_seconds:g} s")
         for mode, each in seconds.items():
             line = f"  {mode:18} {median(each):6.2f} s a step ({min(each):.2f} to {max(each):.2f})"

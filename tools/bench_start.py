@@ -55,16 +55,16 @@ def until_printed(mark: str, ranks: int, command: list[str], environ: dict[str, 
     """Start a program on all ranks, and measure until so many lines of its output contain `mark`."""
     mpiexec = str(Path(sys.executable).with_name("mpiexec"))
     whole = [mpiexec, "-n", str(ranks), sys.executable, *command]
-    output, found, start = [], None, time.perf_counter()
+    output, seconds, start = [], None, time.perf_counter()
     with psutil.Popen(whole, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         for line in job.stdout:
             output.append(line)
             lines -= mark in line
-            if lines == 0 and found is None:
-                found = Seconds(time.perf_counter() - start, tree_cpu_seconds(job))
-    if job.returncode or found is None:
+            if lines == 0 and seconds is None:
+                seconds = Seconds(time.perf_counter() - start, tree_cpu_seconds(job))
+    if job.returncode or seconds is None:
         sys.exit(f"{' '.join(whole)} failed:\n{''.join(output)}")
-    return found
+    return seconds
 
 
 def tree_cpu_seconds(root: psutil.Process) -> float:
@@ -103,15 +103,15 @@ def measure(folder: Path, ranks: int, rounds: int, overrides: list[str]) -> dict
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "PYTHONWARNINGS": "ignore"}
     prepare = [sys.executable, "tools/prepare_countdown.py", "--out", str(folder / "data"), "--sft-rows", "64"]
     subprocess.run(prepare, cwd=ROOT, check=True, capture_output=True)
-    found: dict[str, list[Seconds]] = defaultdict(list)
+    rows: dict[str, list[Seconds]] = defaultdict(list)
     for _ in range(1 + rounds):
-        found[PLAIN].append(until_printed(IMPORTED, ranks, ["-c", IMPORTS], environ, lines=ranks))
-        found[LEAN].append(until_printed(IMPORTED, ranks, ["-c", AS_A_RANK], environ, lines=ranks))
-        found[JOB].append(until_printed(FIRST_STEP, ranks, job_command(folder, overrides), environ))
+        rows[PLAIN].append(until_printed(IMPORTED, ranks, ["-c", IMPORTS], environ, lines=ranks))
+        rows[LEAN].append(until_printed(IMPORTED, ranks, ["-c", AS_A_RANK], environ, lines=ranks))
+        rows[JOB].append(until_printed(FIRST_STEP, ranks, job_command(folder, overrides), environ))
         for command in COMMANDS:
             whole = (*command, f"run.dir={folder}/submitted") if "submit" in command else command
-            found[f"hpcrl {' '.join(command)}"].append(until_ended(whole, environ))
-    return {label: seconds[1:] for label, seconds in found.items()}
+            rows[f"hpcrl {' '.join(command)}"].append(until_ended(whole, environ))
+    return {label: seconds[1:] for label, seconds in rows.items()}
 
 
 def report(found: dict[str, list[Seconds]]) -> None:

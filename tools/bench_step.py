@@ -133,10 +133,10 @@ class Measured:
 def write_model(name: str, folder: Path) -> Path:
     """Random weights and a tokenizer with one token for each word `w<number>`; the real SmolLM2 is where it is."""
     if name == "smollm2":
-        found = ROOT / "models" / "smollm2"
-        if not (found / "config.json").exists():
-            raise NoPeer(f"no {found}; make it with tools/prepare_smollm2.py --out models/smollm2")
-        return found
+        downloaded = ROOT / "models" / "smollm2"
+        if not (downloaded / "config.json").exists():
+            raise NoPeer(f"no {downloaded}; make it with tools/prepare_smollm2.py --out models/smollm2")
+        return downloaded
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -306,11 +306,11 @@ def compare(name: str, variable: bool, options: argparse.Namespace, folder: Path
     work = make_work(write_model(name, folder / "model"), variable, options)
     samples = len(work.prompts) * work.n
     sides: dict[str, Peer | Hpcrl] = {}
-    for label, wanted in (("TRL", TRL), ("vLLM", VLLM)):
+    for label, package in (("TRL", TRL), ("vLLM", VLLM)):
         if label not in options.sides:
             continue
         try:
-            python = peer_python(options.venvs / label.lower(), wanted)
+            python = peer_python(options.venvs / label.lower(), package)
         except NoPeer as error:
             print(f"{label} is left out: {error}")
             continue
@@ -323,31 +323,31 @@ def compare(name: str, variable: bool, options: argparse.Namespace, folder: Path
         sides["HF"] = Peer("hf_rollout", Path(sys.executable))
     for ranks in options.ranks:
         sides[f"hpcrl {ranks} x {max(1, 2 // ranks)}"] = Hpcrl(ranks, max(1, 2 // ranks), tuple(options.overrides))
-    found = {label: Measured() for label in sides}
+    measured = {label: Measured() for label in sides}
     for _ in range(options.rounds):
         for label, side in list(sides.items()):
             try:
                 part = side.run(work, options.steps, folder)
             except NoPeer as error:
                 print(f"{name} {kind}: {label} is left out: {error}")
-                del sides[label], found[label]
+                del sides[label], measured[label]
                 continue
-            total = found[label]
+            total = measured[label]
             total.seconds += part.seconds
             total.tokens += part.tokens
             total.peak_bytes = max(total.peak_bytes, part.peak_bytes)
             for phase, seconds in part.phases.items():
                 total.phases.setdefault(phase, []).extend(seconds)
-    report(f"{name}, {kind} lengths", work, found)
+    report(f"{name}, {kind} lengths", work, measured)
 
 
-def report(title: str, work: Work, found: dict[str, Measured]) -> None:
+def report(title: str, work: Work, measured: dict[str, Measured]) -> None:
     print(f"\n{title}")
-    own = {label: it for label, it in found.items() if label.startswith("hpcrl")}
-    tokens = median(number for it in found.values() for number in it.tokens)
+    own = {label: it for label, it in measured.items() if label.startswith("hpcrl")}
+    tokens = median(number for it in measured.values() for number in it.tokens)
     rollout_floor, update_floor = floors(work, tokens)
     print(f"  floor: rollout {rollout_floor:.2f} s, update {update_floor:.2f} s of matrix products")
-    for label, it in found.items():
+    for label, it in measured.items():
         spread = f"{min(it.seconds):.2f} to {max(it.seconds):.2f}"
         line = f"  {label:12} {median(it.seconds):8.2f} s ({spread}), {it.peak_bytes / MEBI:6.0f} MiB"
         if label in ("vLLM", "HF"):
@@ -362,7 +362,7 @@ def report(title: str, work: Work, found: dict[str, Measured]) -> None:
         return
     best = min(own, key=lambda label: median(own[label].seconds))
     gen = Measured(own[best].phases["gen"], own[best].tokens)
-    for label, it in found.items():
+    for label, it in measured.items():
         if label == "TRL":
             print(f"  step, {best} / TRL: {per_token(own[best]) / per_token(it):.2f} (per response token)")
         elif label in ("vLLM", "HF"):

@@ -145,7 +145,7 @@ def measurements(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Measured
         repeats[line["case"]].append(
             {phase: median(seconds) / slower[line["start"]] for phase, seconds in line["phases"].items()}
         )
-    found = {}
+    measured_cases = {}
     for case in cases():
         if case.name in repeats:
             each = repeats[case.name]
@@ -154,8 +154,8 @@ def measurements(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Measured
             steps = [it["step"] for it in each]
             job = TrainingPlan(config_of(case, Path("/nowhere")))
             measured = Measured(case.name, job, lengths_of(case), middle)
-            found[case.name] = measured, (max(steps) - min(steps)) / middle["step"]
-    return found
+            measured_cases[case.name] = measured, (max(steps) - min(steps)) / middle["step"]
+    return measured_cases
 
 
 def lengths_of(case: Case) -> Lengths:
@@ -236,8 +236,8 @@ def plot(held_out: Sequence[Compared], path: Path) -> None:
         group = [it for it in held_out if it.case.model == model]
         for algorithm, marker in (("grpo", "o"), ("ppo", "^")):
             for lengths, color in (("fixed", "tab:blue"), ("log-normal", "tab:orange")):
-                some = [it for it in group if (it.case.algorithm, it.case.lengths) == (algorithm, lengths)]
-                steps = [it.step for it in some], [it.predicted.step for it in some]
+                shown = [it for it in group if (it.case.algorithm, it.case.lengths) == (algorithm, lengths)]
+                steps = [it.step for it in shown], [it.predicted.step for it in shown]
                 axis.scatter(*steps, marker=marker, s=18, color=color, alpha=0.7, label=f"{algorithm}, {lengths}")
         limits = [min(it.step for it in group) * 0.8, max(it.step for it in group) * 1.25]
         axis.plot(limits, limits, color="gray", linewidth=1)

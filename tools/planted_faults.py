@@ -824,9 +824,9 @@ def copied(copy: Path) -> Path:
     if not (copy / "hpcrl" / "kernels").exists():
         (copy / "hpcrl" / "kernels").symlink_to("../kernels")
     code = [sys.executable, "-c", "import hpcrl; print(hpcrl.__file__)"]
-    found = subprocess.run(code, cwd=copy, env=environment(copy), check=True, capture_output=True, text=True).stdout
-    if Path(found.strip()) != copy / "hpcrl" / "__init__.py":
-        sys.exit(f"planted_faults.py: the copy imports {found.strip()}; expected its own hpcrl")
+    imported = subprocess.run(code, cwd=copy, env=environment(copy), check=True, capture_output=True, text=True).stdout
+    if Path(imported.strip()) != copy / "hpcrl" / "__init__.py":
+        sys.exit(f"planted_faults.py: the copy imports {imported.strip()}; expected its own hpcrl")
     return copy
 
 

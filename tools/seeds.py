@@ -61,13 +61,13 @@ class Study:
 
     def report(self, rows: list[tuple[str, int]]) -> None:
         """Print accuracy before and after, entropy and minutes of each run, and what the algorithms gain."""
-        found = {(name, seed): self.accuracy(self.lines(f"{name}_{seed}")) for name, seed in rows}
-        columns = list(next(iter(found.values())))
+        accuracies = {(name, seed): self.accuracy(self.lines(f"{name}_{seed}")) for name, seed in rows}
+        columns = list(next(iter(accuracies.values())))
         names = [name.rpartition("/")[2] for name in columns]
         widths = [max(len(name) + 2, 16) for name in (*names, "entropy")]
         heads = "".join(f"{name:{width}}" for name, width in zip((*names, "entropy"), widths, strict=True))
         print(f"\nalgorithm  seed   {heads}minutes: SFT   RL")
-        for (name, seed), accuracy in found.items():
+        for (name, seed), accuracy in accuracies.items():
             lines = self.lines(f"{name}_{seed}")
             cells = [f"{100 * before:5.1f} -> {100 * after:5.1f}" for before, after in accuracy.values()]
             entropy = [line[ENTROPY] for line in lines if ENTROPY in line]
@@ -78,7 +78,11 @@ class Study:
             print(f"{name:9}  {seed:4}   {line}{times}")
         for algorithm in dict.fromkeys(name for name, _ in rows):
             for column in columns:
-                gains = [100 * (found[row][column][1] - found[row][column][0]) for row in rows if row[0] == algorithm]
+                gains = [
+                    100 * (accuracies[row][column][1] - accuracies[row][column][0])
+                    for row in rows
+                    if row[0] == algorithm
+                ]
                 print(f"{algorithm}, {column}: minimum {min(gains):+.1f}, mean {mean(gains):+.1f} points")
 
     def lines(self, run: str) -> list[dict[str, float]]:

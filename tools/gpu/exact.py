@@ -61,17 +61,17 @@ def grouped(world: World) -> str:
 
 def compare(name: str, runs: Mapping[int, tuple[Callable[[Tensor], Tensor], Tensor]], world: World) -> bool:
     """Print a row for each number of rows; whether all of them agree, and do so where the rows are reversed."""
-    found: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
     agree = True
     for rows, (product, x) in runs.items():
-        found[rows] = product(x)
-        same = list(agreeing(found, rows))
-        is_reversible = torch.equal(product(x.flip(-2)).flip(-2), found[rows])
+        outputs[rows] = product(x)
+        same = list(agreeing(outputs, rows))
+        is_reversible = torch.equal(product(x.flip(-2)).flip(-2), outputs[rows])
         seconds = median_seconds(graphed(partial(product, x), world.device), world.device)
         as_these = ", ".join(map(str, same)) or "-"
         place = "same" if is_reversible else "others"
         print(f"| {name} | {rows} | {as_these} | {place} | {seconds * 1e6:.1f} |", flush=True)
-        agree = agree and is_reversible and len(same) == len(found) - 1
+        agree = agree and is_reversible and len(same) == len(outputs) - 1
     return agree
 
 

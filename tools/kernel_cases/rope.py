@@ -22,26 +22,26 @@ def eager(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 def peers(x: torch.Tensor, positions: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Libraries that turn heads (tokens, heads, head_dim) without gaps; some in place, some by angles in bf16, which is
     less to read."""
-    found: dict[str, Callable[[], object]] = {}
+    runs: dict[str, Callable[[], object]] = {}
     cos, sin = (part.to(x.dtype) for part in rope_cos_sin(positions, Rope(HEAD_DIM, THETA)))
     if importlib.util.find_spec("flash_attn"):
         from flash_attn.layers.rotary import apply_rotary_emb
 
-        found["flash_attn"] = lambda: apply_rotary_emb(x[None], cos, sin)
+        runs["flash_attn"] = lambda: apply_rotary_emb(x[None], cos, sin)
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
         queries, keys = x[None].transpose(1, 2).split([GROUPS * QUERIES, GROUPS], 1)
         queries, keys = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (queries, keys))
         doubled = [torch.cat((part, part), -1)[None] for part in (cos, sin)]
-        found["liger_kernel"] = lambda: liger_rotary_pos_emb(queries, keys, *doubled)
+        runs["liger_kernel"] = lambda: liger_rotary_pos_emb(queries, keys, *doubled)
     if importlib.util.find_spec("transformer_engine"):
         from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
         powers = torch.arange(0, HEAD_DIM, 2, device=x.device) / HEAD_DIM
         angles = (positions[:, None] / THETA**powers).repeat(1, 2)[:, None, None]
-        found["te"] = lambda: apply_rotary_pos_emb(x[:, None], angles, tensor_format="sbhd", fused=True)
-    return found
+        runs["te"] = lambda: apply_rotary_pos_emb(x[:, None], angles, tensor_format="sbhd", fused=True)
+    return runs
 
 
 def cases() -> Iterator[Case]:

@@ -29,16 +29,16 @@ def peers(top_p: float) -> dict[str, Callable[[Tensor], object]]:
 
     def eager(logits: Tensor) -> tuple[Tensor, Tensor]:
         probs = (logits.float() / TEMPERATURE).softmax(-1)
-        kept = probs
+        filtered = probs
         if top_p < 1:
             ordered, ids = probs.sort(dim=-1, descending=True)
             ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)
-            kept = torch.zeros_like(probs).scatter_(-1, ids, ordered)
+            filtered = torch.zeros_like(probs).scatter_(-1, ids, ordered)
         # as torch.multinomial draws one: the largest of probabilities over exponential numbers
-        tokens = (kept / torch.empty_like(kept).exponential_()).argmax(-1, keepdim=True)
+        tokens = (filtered / torch.empty_like(filtered).exponential_()).argmax(-1, keepdim=True)
         return tokens, probs.gather(-1, tokens).log()
 
-    found: dict[str, Callable[[Tensor], object]] = {"torch eager": eager, "torch.compile": torch.compile(eager)}
+    runs: dict[str, Callable[[Tensor], object]] = {"torch eager": eager, "torch.compile": torch.compile(eager)}
     if importlib.util.find_spec("flashinfer"):
         from flashinfer.sampling import sampling_from_probs, top_p_sampling_from_probs
 
@@ -46,5 +46,5 @@ def peers(top_p: float) -> dict[str, Callable[[Tensor], object]]:
             probs = (logits.float() / TEMPERATURE).softmax(-1)
             return sampling_from_probs(probs) if top_p == 1 else top_p_sampling_from_probs(probs, top_p)
 
-        found["flashinfer"] = library
-    return found
+        runs["flashinfer"] = library
+    return runs
