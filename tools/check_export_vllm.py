@@ -22,28 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peer_venv import VLLM, NoPeer, last_line, peer_python
+from bench import peers
+from bench.peers import VLLM, NoPeer, last_line, peer_python
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 SHOWN = 10  # prompts with other scores
 BATCH = 64  # prompts that `transformers` generates for at once
-
-VLLM_PROGRAM = """
-import json, sys
-
-def main():
-    from vllm import LLM, SamplingParams
-    request = json.load(open(sys.argv[1]))
-    model = LLM(model=request["model"], dtype="float32", enforce_eager=True, seed=0)
-    sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"])
-    prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
-    found = model.generate(prompts, sampling, use_tqdm=False)
-    json.dump([list(one.outputs[0].token_ids) for one in found], open(sys.argv[2], "w"))
-
-if __name__ == "__main__":
-    main()
-"""
 
 
 class BadInput(Exception):
@@ -165,13 +150,12 @@ def of_transformers(export: Export) -> list[list[int]]:
 
 def of_vllm(export: Export, folder: Path, python: Path) -> list[list[int]]:
     """What vLLM answers in fp32, greedy."""
-    program, request, answers = folder / "vllm_program.py", folder / "request.json", folder / "answers.json"
-    program.write_text(VLLM_PROGRAM)
+    request, answers = folder / "request.json", folder / "answers.json"
     asked = {"model": str(export.folder.resolve()), "prompts": export.prompts, "max_tokens": export.max_tokens}
     request.write_text(json.dumps(asked))
     environ = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environ.pop("PYTHONPATH", None)
-    command = [str(python), str(program), str(request), str(answers)]
+    command = [str(python), peers.__file__, peers.vllm_greedy.__name__, str(request), str(answers)]
     ran = subprocess.run(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if not answers.exists():
         raise BadInput(f"vLLM generated nothing (exit code {ran.returncode}): {last_line(ran.stderr + ran.stdout)}")

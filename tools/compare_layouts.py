@@ -1,4 +1,4 @@
-"""How well `hpcrl plan` predicts the lines of tools/bench_layouts.py: a table, and a plot.
+"""How well `hpcrl plan` predicts the lines of tools/bench layouts: a table, and a plot.
 
     .venv/bin/python tools/compare_layouts.py FILE.jsonl --machine FILE.yaml [--plot FILE.png] [--misses 10]
 
@@ -19,9 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import checkout  # noqa: F401
-from bench_layouts import STEPS, config_of, read
-from layout_cases import PROMPT_LENGTH, PROMPTS, SAMPLES, Case, cases, response_length
+from bench.harness import read_lines
+from bench.layouts import PROMPT_LENGTH, PROMPTS, SAMPLES, STEPS, Case, cases, config_of, response_length
 
 from hpcrl.forecast.memory.memory import TrainingPlan
 from hpcrl.forecast.time.calibrate import Measured, fit, fitted_machine
@@ -75,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--misses", type=int, default=10, help="cases that are listed, the worst first")
     options = parser.parse_args(arguments)
-    lines = read(options.file)
+    lines = read_lines(options.file)
     if shares := memory(lines):
         most = max(shares, key=lambda name: shares[name])
         print(f"memory: {len(shares)} ranks, peak of live bytes / planned median {median(shares.values()):.2f},")

@@ -1,4 +1,4 @@
-"""A small run of tools/bench_controller.py: what passes through rank 0, and what moves from leader to leader."""
+"""A small run of tools/bench controller: what passes through rank 0, and what moves from leader to leader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMN_AND_MESSAGE = 512  # bytes, at most, of a column in a message besides its
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """A row for each number of tokens, of the second of two steps."""
     path = tmp_path_factory.mktemp("bench") / "found.json"
-    command = [sys.executable, str(TOOLS / "bench_controller.py"), "--ranks", str(RANKS), "--samples", str(SAMPLES)]
+    command = [sys.executable, str(TOOLS / "bench"), "controller", "--ranks", str(RANKS), "--samples", str(SAMPLES)]
     command += ["--tokens", *map(str, TOKENS), "--algorithms", "grpo", "--steps", "1", "--json", str(path)]
     subprocess.run(command, check=True, timeout=250, stdout=subprocess.DEVNULL)  # fails if a rank has imported torch
     (result,) = json.loads(path.read_text())["results"]
@@ -48,7 +48,7 @@ def test_columns_move_once_from_leader_to_leader(
     short, middle, long = (row["row_bytes"] for row in measured)
     assert long - middle == pytest.approx(middle - short, abs=16 * RANKS)
     monkeypatch.syspath_prepend(str(TOOLS))
-    tool = import_module("bench_controller")
+    tool = import_module("bench.controller")
     for row in measured:
         planned, num_moved = _planned(tool, tool.Case("grpo", SAMPLES, row["tokens"], 1))
         offsets = 4 * 8 * num_moved

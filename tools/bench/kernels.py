@@ -1,10 +1,10 @@
 """The kernels beside their floor and their peers, on a CUDA GPU; or what their machine code takes, without one.
 
-    python tools/bench_kernels.py [NAME ...]
-    python tools/bench_kernels.py --rehearse [NAME ...]
-    python tools/bench_kernels.py --compile-only [NAME ...] [--chips sm_90 gfx942] [--in-turn]
+    python tools/bench kernels [NAME ...]
+    python tools/bench kernels --rehearse [NAME ...]
+    python tools/bench kernels --compile-only [NAME ...] [--chips sm_90 gfx942] [--in-turn]
 
-NAME is one of the files in tools/kernel_cases, such as rms_norm. The first form measures the ceilings (a copy, a
+NAME is a kernel of tools/kernel_cases, such as rms_norm. The first form measures the ceilings (a copy, a
 reduction, which only reads, a matrix product) and then each case: median time, rate, the share of the floor, which is
 the longer of the times that the bytes and the operations take at these ceilings, and the memory that was taken beside
 inputs and results. The second runs each case once, on a CPU and on small inputs, and prints no figures. The third
@@ -15,42 +15,39 @@ kernel with several of them for one of AMD's chips only.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-import checkout  # noqa: F401
 import torch
 import torch._functorch.config
 import triton
-from kernel_cases.case import Case
+from kernel_cases import MODULES, Case, cases_of
 from kernel_cases.variants import CHIPS, KernelVariant, kernel_variants
 
 from hpcrl.kernels.chips import Chip, chip
 from hpcrl.runtime import platform
 
-ROOT = Path(__file__).resolve().parents[1]
 WARM_UP_MS, REPEAT_MS = 50, 300
 WIDTHS = (40, 16, 8, 6, 7, 8, 9)
 COLUMNS = ("case", "implementation", "ms", "GB/s", "TFLOP/s", "of floor", "extra MiB")
-SMALL: dict[str, dict[str, Any]] = {  # constants of the case modules in a rehearsal
-    "checksum": {"ROWS": 32, "COLS": 48},
-    "decode_attention": {"DIVISOR": 64},
-    "exact_attention": {"SEQUENCES": 2, "LENGTH": 40, "ROWS": 3, "CONTEXT": 70},
-    "exact_product": {"ROWS": (1, 40), "WEIGHTS": ((48, 80),)},
-    "expert_gradients": {"EXPERTS": 4, "ROWS": 40, "SIZES": ((48, 32),)},
-    "fp8_matrix": {"COLS": 64, "OUTPUTS": 48, "ROWS": (4,)},
-    "linear_log_prob": {"ROWS": 16, "HIDDEN": 32, "VOCABULARY": 300, "CHUNK_ROWS": 8},
-    "pack": {"LAYERS": 2, "HIDDEN": 64},
-    "rms_norm": {"ROWS": 16, "WIDTH": 64},
-    "rope": {"TOKENS": 32},
-    "sampling": {"VOCABULARY": 512, "BATCHES": (4,)},
-    "store_heads": {"ROWS": 4, "BLOCKS": 8},
-    "swiglu": {"ROWS": 2, "WIDTHS": (96, 24)},
+SMALL: dict[str, dict[str, Any]] = {  # sizes of a rehearsal
+    "checksum": {"rows": 32, "cols": 48},
+    "decode_attention": {"divisor": 64},
+    "exact_attention": {"sequences": 2, "length": 40, "rows": 3, "context": 70},
+    "exact_product": {"rows": (1, 40), "weights": ((48, 80),)},
+    "expert_gradients": {"experts": 4, "rows": 40, "sizes": ((48, 32),)},
+    "fp8_matrix": {"cols": 64, "outputs": 48, "rows": (4,)},
+    "linear_log_prob": {"rows": 16, "hidden": 32, "vocabulary": 300, "chunk_rows": 8},
+    "pack": {"layers": 2, "hidden": 64},
+    "rms_norm": {"rows": 16, "width": 64},
+    "rope": {"tokens": 32},
+    "sampling": {"vocabulary": 512, "batches": (4,)},
+    "store_heads": {"rows": 4, "blocks": 8},
+    "swiglu": {"rows": 2, "widths": (96, 24)},
 }
 
 
@@ -107,27 +104,29 @@ def bench(names: list[str]) -> NoReturn:
 def rehearse(names: list[str]) -> NoReturn:
     """On the CPU: each case asks for CUDA, and torch.compile is left out."""
     torch.compile = lambda function=None, **_: function  # type: ignore[assignment]
-    for name in names:
-        vars(importlib.import_module(f"kernel_cases.{name}")).update(SMALL.get(name, {}))
 
     def once(case: Case, run: Callable[[], object]) -> str:
         run()
         return "ran once |"
 
     with platform.in_place_of_cuda(torch.device("cpu")), platform.cpu_bridge():
-        complete = show(names, once)
+        complete = show(names, once, SMALL)
     print("\neach case ran once on the CPU")
     sys.exit(0 if complete else 1)
 
 
-def show(names: list[str], row: Callable[[Case, Callable[[], object]], str]) -> bool:
+def show(
+    names: list[str],
+    row: Callable[[Case, Callable[[], object]], str],
+    sizes: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+) -> bool:
     """Print a table, a row for each implementation of each case; whether all of them ran."""
     print(f"| {' | '.join(f'{title:<{width}}' for title, width in zip(COLUMNS, WIDTHS, strict=True))} |")
     print("|---|---|" + "---:|" * 5)
     complete = True
     for name in names:
         try:
-            for case in importlib.import_module(f"kernel_cases.{name}").cases():
+            for case in cases_of(name, **sizes.get(name, {})):
                 for who, run in case.runs.items():
                     try:
                         cells = row(case, run)
@@ -182,18 +181,22 @@ def compile_variants(variants: tuple[KernelVariant, ...], chips: list[Chip | Non
     print(f"{variants[0].name:<42}{columns}{time.monotonic() - begin:8.1f}", flush=True)
 
 
-def main() -> int:
-    known = sorted({path.stem for path in (ROOT / "tools" / "kernel_cases").glob("*.py")} - {"case", "variants"})
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
     parser.add_argument("--rehearse", action="store_true", help="needs no GPU")
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS), help="to compile for")
     parser.add_argument("--in-turn", action="store_true", help="a variant for one of AMD's chips only")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; all unless given")
-    args = parser.parse_args()
-    unknown = set(args.names) - set(known)
-    if unknown:
-        parser.error(f"unknown {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(sorted(MODULES))}; all unless given")
+
+
+def main(args: argparse.Namespace) -> int:
+    known = sorted(MODULES)
+    if unknown := set(args.names) - set(known):
+        print(
+            f"bench kernels: error: unknown {', '.join(sorted(unknown))}; expected some of {', '.join(known)}",
+            file=sys.stderr,
+        )
+        return 2
     if args.compile_only:
         compile_only(args.names or known, [chip(name) for name in args.chips], in_turn=args.in_turn)
     elif args.rehearse:
@@ -202,12 +205,8 @@ def main() -> int:
         bench(args.names or known)
     else:
         print(
-            "bench_kernels: error: torch finds no CUDA GPU; use --rehearse or --compile-only without one",
+            "bench kernels: error: torch finds no CUDA GPU; use --rehearse or --compile-only without one",
             file=sys.stderr,
         )
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Seconds and memory of a GRPO step, beside TRL, and of its rollout, beside vLLM and `generate` of transformers.
 
-    .venv/bin/python tools/bench_step.py [--models 4m 106m smollm2 moe] [--lengths fixed varying] [--venvs DIR]
+    .venv/bin/python tools/bench step [--models 4m 106m smollm2 moe] [--lengths fixed varying] [--venvs DIR]
 
 Every side gets the same weights and prompts: 16 prompts of 32 tokens, 8 samples each, fp32, temperature 1, one update,
 no reference. `fixed`: 64 tokens per sample. `varying`: a sample ends with its end-of-sequence token, after 512 tokens
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -30,17 +31,14 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import checkout  # noqa: F401
 import numpy as np
 import yaml
-from matrix_products import product_seconds
-from peer_venv import TRL, VLLM, NoPeer, last_line, peer_python
+from bench.harness import MEBI, ROOT, on_ranks, product_seconds, read_lines, spread, write_lines
+from bench.peers import TRL, VLLM, NoPeer, last_line, peer_python
 
 from hpcrl.sandbox.process_tree import descendants_of, proportional_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps of a job that are not counted
-MEBI = 2**20
 POLL_SECONDS = 0.5  # between two looks at a side's memory
 TEXT = {"vocab_size": 4096, "max_position_embeddings": 1024, "tie_word_embeddings": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' class and configuration
@@ -177,7 +175,7 @@ def make_work(model: Path, variable: bool, options: argparse.Namespace) -> Work:
 SMOL_WORDS = "the of and to in is that for it as was with be by on not he his but at are this have from or had".split()
 
 
-def run_side(command: list[str | Path], environ: dict[str, str], log: Path) -> int:
+def run_side(command: Sequence[str | Path], environ: dict[str, str], log: Path) -> int:
     """Run a side, and return its peak of memory in bytes. Raises NoPeer if it fails."""
     with open(log, "w") as output:
         process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
@@ -204,7 +202,7 @@ def tree_bytes(root: int) -> int:
 
 @dataclass
 class Peer:
-    """A side that is a program of tools/bench_peers, in an environment of its own."""
+    """A side that is a program of tools/bench/peers.py, in an environment of its own."""
 
     program: str
     python: Path
@@ -218,8 +216,8 @@ class Peer:
         answer.unlink(missing_ok=True)
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environ |= {"OMP_NUM_THREADS": str(self.threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
-        program = ROOT / "tools" / "bench_peers" / f"{self.program}.py"
-        peak = run_side([self.python, program, request, answer], environ, folder / f"{self.program}.log")
+        command = [self.python, Path(__file__).with_name("peers.py"), self.program, request, answer]
+        peak = run_side(command, environ, folder / f"{self.program}.log")
         found = json.loads(answer.read_text())
         return Measured(found["seconds"][WARM_UP:], found["tokens"][WARM_UP:], {}, peak)
 
@@ -234,22 +232,17 @@ class Hpcrl:
 
     def run(self, work: Work, steps: int, folder: Path) -> Measured:
         template, data = folder / "hpcrl.yaml", folder / "prompts.jsonl"
-        with open(data, "w") as file:
-            for prompt in work.prompts * (WARM_UP + steps):
-                row = {"prompt": prompt, "data_source": "bench", "reward_model": {"ground_truth": ""}}
-                file.write(json.dumps(row) + "\n")
+        common = {"data_source": "bench", "reward_model": {"ground_truth": ""}}
+        write_lines(data, ({"prompt": prompt, **common} for prompt in work.prompts * (WARM_UP + steps)))
         (folder / "score.py").write_text(SCORE)
         template.write_text(yaml.safe_dump(self._config(work, steps, folder, data)))
         name = f"{self.ranks}x{self.threads}"
         run = folder / "runs" / name
         shutil.rmtree(run, ignore_errors=True)
-        mpiexec = Path(sys.executable).with_name("mpiexec")
-        command = [mpiexec, "-n", str(self.ranks), sys.executable, "-m", "hpcrl", "train", template]
-        command += [f"run.name={name}", *self.overrides]
+        command = on_ranks(self.ranks, "-m", "hpcrl", "train", template, f"run.name={name}", *self.overrides)
         environ = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
         peak = run_side(command, environ, folder / f"hpcrl_{name}.log")
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        lines = [line for line in lines if line["step"] > WARM_UP]
+        lines = [line for line in read_lines(run / "metrics.jsonl") if line["step"] > WARM_UP]
         samples = len(work.prompts) * work.n
         phases = {
             phase: [line[f"timing_s/{phase}"] for line in lines]
@@ -348,8 +341,7 @@ def report(title: str, work: Work, measured: dict[str, Measured]) -> None:
     rollout_floor, update_floor = floors(work, tokens)
     print(f"  floor: rollout {rollout_floor:.2f} s, update {update_floor:.2f} s of matrix products")
     for label, it in measured.items():
-        spread = f"{min(it.seconds):.2f} to {max(it.seconds):.2f}"
-        line = f"  {label:12} {median(it.seconds):8.2f} s ({spread}), {it.peak_bytes / MEBI:6.0f} MiB"
+        line = f"  {label:12} {spread(it.seconds, 8)}, {it.peak_bytes / MEBI:6.0f} MiB"
         if label in ("vLLM", "HF"):
             line += f", rollout {it.tokens_per_second:7.0f} tokens/s"
         if it.phases:
@@ -373,8 +365,13 @@ def per_token(it: Measured) -> float:
     return 1 / it.tokens_per_second
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
+    parser.add_argument("--prompt-length", type=int, default=32)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", help="key=value, for hpcrl")
     parser.add_argument("--models", nargs="+", default=["4m", "106m", "smollm2"], choices=[*MODELS, "smollm2"])
     parser.add_argument("--lengths", nargs="+", default=["fixed", "varying"], choices=["fixed", "varying"])
@@ -383,13 +380,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="ranks of hpcrl, a run for each")
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each side, in turn")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of a job")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
-    parser.add_argument("--prompt-length", type=int, default=32)
+    add_sizes(parser)
     parser.add_argument("--response-length", type=int, default=64, help="tokens of a sample with fixed lengths")
     parser.add_argument("--longest", type=int, default=512, help="tokens of a sample at most, with varying lengths")
     parser.add_argument("--micro-batch", type=int, default=0, help="samples of TRL's micro-batches (all of a step)")
-    options = parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> None:
     for name in options.models:
         for kind in options.lengths:
             with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
@@ -398,7 +395,3 @@ def main(arguments: list[str] | None = None) -> None:
                     compare(name, kind == "varying", options, Path(folder))
                 except NoPeer as error:
                     print(f"{name} is left out: {error}")
-
-
-if __name__ == "__main__":
-    main()

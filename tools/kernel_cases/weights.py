@@ -1,27 +1,39 @@
+"""Weights on their way: packed for a refit, and their checksums."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import torch
-from kernel_cases.case import Case
 from torch import Tensor
 
+from hpcrl.kernels.checksum import add_checksum
 from hpcrl.kernels.pack import RepeatedCopies
+from kernel_cases import Case
 
-LAYERS, GROUPS, HEADS, HEAD, HIDDEN = 32, 8, 4, 128, 4096  # of queries to a group
+GROUPS, HEADS, HEAD = 8, 4, 128  # heads: of queries to a group
 
 
-def cases() -> Iterator[Case]:
+def checksum(rows: int = 17920, cols: int = 1536) -> Iterator[Case]:
+    """A weight of the rollout, and that of the actor in fp32, which is rounded first."""
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        values = torch.randn(rows, cols, device="cuda", dtype=dtype)
+        runs = {"hpcrl": lambda values=values: add_checksum(total, values, 0, 0, torch.bfloat16)}
+        yield Case(f"checksum of {str(dtype).removeprefix('torch.')}", runs, values.nbytes, only_reads=True)
+
+
+def pack(layers: int = 32, hidden: int = 4096) -> Iterator[Case]:
     """Queries, keys and values that lie by groups, into q | k | v; and an MLP's weights, cut by columns."""
     rows = GROUPS * (HEADS + 2) * HEAD
     for name, dtype in (("bf16", torch.bfloat16), ("fp32 to bf16", torch.float32)):
-        mixed = [torch.randn(rows, HIDDEN, device="cuda").to(dtype) for _ in range(LAYERS)]
-        bucket = torch.empty(LAYERS, rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        mixed = [torch.randn(rows, hidden, device="cuda").to(dtype) for _ in range(layers)]
+        bucket = torch.empty(layers, rows, hidden, device="cuda", dtype=torch.bfloat16)
         nbytes = sum(each.nbytes for each in mixed) + bucket.nbytes
         yield Case(f"pack qkv, {name}", _runs([*mixed, bucket], lambda m=mixed, b=bucket: list(_qkv(m, b))), nbytes)
-    wide = [torch.randn(HIDDEN, 4 * HIDDEN, device="cuda").bfloat16() for _ in range(LAYERS)]
-    narrow = [torch.empty(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
-    cut = lambda: [(one[:, HIDDEN : 2 * HIDDEN], two) for one, two in zip(wide, narrow, strict=True)]  # noqa: E731
+    wide = [torch.randn(hidden, 4 * hidden, device="cuda").bfloat16() for _ in range(layers)]
+    narrow = [torch.empty(hidden, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
+    cut = lambda: [(one[:, hidden : 2 * hidden], two) for one, two in zip(wide, narrow, strict=True)]  # noqa: E731
     yield Case("pack columns, bf16", _runs([*wide, *narrow], cut), 2 * sum(each.nbytes for each in narrow))
 
 

@@ -1,26 +1,37 @@
-"""All-reduce of 1 KB and 64 MB over mpi_host and over gloo: `mpiexec -n 2 python tools/bench_backend.py`."""
+"""All-reduce of 1 KB and 64 MB over mpi_host and over gloo: `mpiexec -n 2 python tools/bench backend`."""
 
 from __future__ import annotations
 
-import time
+import argparse
+from statistics import median
 
-import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
+from bench.harness import timed
 
 from hpcrl.runtime.world import World, finish, start_mpi, start_torch
 
 
+def add_options(parser: argparse.ArgumentParser) -> None: ...
+
+
+def main(options: argparse.Namespace) -> None:
+    compare(start_torch(start_mpi()))
+    finish(0)
+
+
 def seconds_each(group: dist.ProcessGroup | None, tensor: torch.Tensor, calls: int) -> float:
     """Median over 5 rounds of the mean time of `calls` all-reduces of `tensor`."""
+
+    def reduce() -> None:
+        for _ in range(calls):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+
     rounds = []
     for _ in range(5):
         dist.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-        rounds.append((time.perf_counter() - start) / calls)
-    return sorted(rounds)[2]
+        rounds.append(timed(reduce) / calls)
+    return median(rounds)
 
 
 def compare(world: World) -> None:
@@ -34,8 +45,3 @@ def compare(world: World) -> None:
                 f"gloo / mpi_host = {theirs / ours:.1f}",
                 flush=True,
             )
-
-
-if __name__ == "__main__":
-    compare(start_torch(start_mpi()))
-    finish(0)

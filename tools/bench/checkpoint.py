@@ -1,6 +1,6 @@
 """What a checkpoint costs the training loop, synchronous and asynchronous, side by side in one run.
 
-    OMP_NUM_THREADS=1 mpiexec -n 2 python tools/bench_checkpoint.py --folder DIR [--layers 8] [--repetitions 5] [--json]
+    OMP_NUM_THREADS=1 mpiexec -n 2 python tools/bench checkpoint --folder DIR [--layers 8] [--repetitions 5] [--json]
 
 A Llama-like model with Adam is saved under DIR, on the file system that is to be measured, from data-parallel ranks.
 "blocked" is what the loop waits for; "until saved" lasts from the beginning of the save until the checkpoint counts;
@@ -15,11 +15,10 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import checkout  # noqa: F401
+from bench.harness import timed
 
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
@@ -58,9 +57,7 @@ class BenchWorker(ModelWorker):
     def phase(self) -> float:
         """Seconds of some work on the model's weights."""
         matrix = next(tensor for name, tensor in self.engine.named_shards().items() if "linear_fc1" in name)
-        start = time.perf_counter()
-        matrix @ matrix.T
-        return time.perf_counter() - start
+        return timed(lambda: matrix @ matrix.T)
 
     @register(Dispatch.ONE_TO_ALL)
     def memcpy(self, count: int) -> float:
@@ -75,13 +72,14 @@ class BenchWorker(ModelWorker):
         return time.perf_counter() - start
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="an empty folder is made in it, and removed")
     parser.add_argument("--layers", type=int, default=8, help="of 2.8 M weights, 45 MB of a checkpoint")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="one line for programs in place of the table")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
     fork_server.start()
     world = start_torch(start_mpi())
     layouts = {"actor": Layout(tuple(range(world.size)))}
@@ -138,12 +136,6 @@ def save(
     return blocked, time.perf_counter() - start, phases
 
 
-def timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def show(found: Seconds, total: int, num_ranks: int) -> None:
     print(f"{total / 1e6:.0f} MB from {num_ranks} ranks, medians")
     print(f"  sync   blocked      {found.sync_blocked:8.3f} s   {total / 1e9 / found.sync_blocked:.2f} GB/s")
@@ -161,7 +153,3 @@ def show(found: Seconds, total: int, num_ranks: int) -> None:
 def show_json(medians: Seconds, least: Seconds, total: int, num_ranks: int) -> None:
     found = {f"least_{name}": seconds for name, seconds in least._asdict().items()}
     print(json.dumps({"bytes": total, "ranks": num_ranks, **medians._asdict(), **found}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Samples per second of generation and training in turn (`sync`) and at the same time, with a slow scorer.
 
-    .venv/bin/python tools/bench_overlap.py [key=value ...] [--model 4m] [--rounds 2] [--steps 6]
+    .venv/bin/python tools/bench overlap [key=value ...] [--model 4m] [--rounds 2] [--steps 6]
 
 A GRPO job on five ranks: one leads, two train, two generate. Responses end with their end-of-sequence token, after 64
 tokens at the latest, and a score arrives 2 s after its response, as from a judge behind a network. The modes run in
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-import checkout  # noqa: F401
-from bench_step import MODELS, WARM_UP, Hpcrl, NoPeer, make_work, write_model
+from bench.harness import in_turn, spread
+from bench.peers import NoPeer
+from bench.step import MODELS, WARM_UP, Hpcrl, add_sizes, make_work, write_model
 
 RANKS = 5
 MODES = {
@@ -42,19 +44,18 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 """
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--model", default="4m", choices=[*MODELS, "smollm2"])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--rounds", type=int, default=2, help="jobs of each mode, in turn")
     parser.add_argument("--steps", type=int, default=6, help="counted steps of a job")
     parser.add_argument("--scorer-seconds", type=float, default=2.0)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
-    parser.add_argument("--prompt-length", type=int, default=32)
+    add_sizes(parser)
     parser.add_argument("--longest", type=int, default=64, help="tokens of a response at most")
-    options = parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="bench_overlap_") as name:
         folder = Path(name)
         (folder / "model").mkdir()
@@ -69,22 +70,18 @@ def main(arguments: list[str] | None = None) -> None:
             f"reward.reward_kwargs.max_concurrent={samples}",
             *options.overrides,
         )
-        seconds: dict[str, list[float]] = {mode: [] for mode in options.modes}
-        for _ in range(options.rounds):
-            for mode in options.modes:
-                try:
-                    measured = Hpcrl(RANKS, 1, (*common, *MODES[mode])).run(work, options.steps, folder)
-                except NoPeer as error:
-                    raise SystemExit(f"{mode}: {error}") from None
-                seconds[mode].append(sum(measured.seconds) / len(measured.seconds))
+
+        def step_seconds(mode: str) -> float:
+            try:
+                measured = Hpcrl(RANKS, 1, (*common, *MODES[mode])).run(work, options.steps, folder)
+            except NoPeer as error:
+                raise SystemExit(f"{mode}: {error}") from None
+            return sum(measured.seconds) / len(measured.seconds)
+
+        seconds = in_turn({mode: partial(step_seconds, mode) for mode in options.modes}, options.rounds)
         print(f"{samples} samples a step, after {WARM_UP} steps; scores after {options.scorer_seconds:g} s")
         for mode, each in seconds.items():
-            line = f"  {mode:18} {median(each):6.2f} s a step ({min(each):.2f} to {max(each):.2f})"
-            line += f", {samples / median(each):6.1f} samples/s"
+            line = f"  {mode:18} {spread(each).replace(' s ', ' s a step ')}, {samples / median(each):6.1f} samples/s"
             if mode != options.modes[0]:
                 line += f", {median(seconds[options.modes[0]]) / median(each):.2f} times {options.modes[0]}"
             print(line)
-
-
-if __name__ == "__main__":
-    main()

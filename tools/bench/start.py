@@ -1,6 +1,6 @@
 """Seconds until a job's first step begins, beside those of its imports alone, and of commands of a login node.
 
-    .venv/bin/python tools/bench_start.py [--ranks 4] [--rounds 3] [key=value ...]
+    .venv/bin/python tools/bench start [--ranks 4] [--rounds 3] [key=value ...]
 
 Three programs start on all ranks, in turn, --rounds times: one imports torch and what a job uses of megatron-core; one
 imports the same as a rank does it, without modules that nothing on a CPU uses (`hpcrl.runtime.platform`); the third is
@@ -19,15 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import checkout  # noqa: F401
 import psutil
+from bench.harness import ROOT, in_turn, on_ranks, spread
 
-ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = "imported"
 MEGATRON = (
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -53,8 +52,7 @@ class Seconds(NamedTuple):
 
 def until_printed(mark: str, ranks: int, command: list[str], environ: dict[str, str], lines: int = 1) -> Seconds:
     """Start a program on all ranks, and measure until so many lines of its output contain `mark`."""
-    mpiexec = str(Path(sys.executable).with_name("mpiexec"))
-    whole = [mpiexec, "-n", str(ranks), sys.executable, *command]
+    whole = on_ranks(ranks, *command)
     output, seconds, start = [], None, time.perf_counter()
     with psutil.Popen(whole, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         for line in job.stdout:
@@ -103,21 +101,21 @@ def measure(folder: Path, ranks: int, rounds: int, overrides: list[str]) -> dict
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "PYTHONWARNINGS": "ignore"}
     prepare = [sys.executable, "tools/prepare_countdown.py", "--out", str(folder / "data"), "--sft-rows", "64"]
     subprocess.run(prepare, cwd=ROOT, check=True, capture_output=True)
-    rows: dict[str, list[Seconds]] = defaultdict(list)
-    for _ in range(1 + rounds):
-        rows[PLAIN].append(until_printed(IMPORTED, ranks, ["-c", IMPORTS], environ, lines=ranks))
-        rows[LEAN].append(until_printed(IMPORTED, ranks, ["-c", AS_A_RANK], environ, lines=ranks))
-        rows[JOB].append(until_printed(FIRST_STEP, ranks, job_command(folder, overrides), environ))
-        for command in COMMANDS:
-            whole = (*command, f"run.dir={folder}/submitted") if "submit" in command else command
-            rows[f"hpcrl {' '.join(command)}"].append(until_ended(whole, environ))
-    return {label: seconds[1:] for label, seconds in rows.items()}
+    ways = {
+        PLAIN: partial(until_printed, IMPORTED, ranks, ["-c", IMPORTS], environ, lines=ranks),
+        LEAN: partial(until_printed, IMPORTED, ranks, ["-c", AS_A_RANK], environ, lines=ranks),
+        JOB: partial(until_printed, FIRST_STEP, ranks, job_command(folder, overrides), environ),
+    }
+    for command in COMMANDS:
+        whole = (*command, f"run.dir={folder}/submitted") if "submit" in command else command
+        ways[f"hpcrl {' '.join(command)}"] = partial(until_ended, whole, environ)
+    return in_turn(ways, rounds, warm_up=1)
 
 
 def report(found: dict[str, list[Seconds]]) -> None:
     for label, seconds in found.items():
-        wall, cpu = (sorted(values) for values in zip(*seconds, strict=True))
-        print(f"{label:58} {median(wall):6.2f} s ({wall[0]:.2f} to {wall[-1]:.2f}), {median(cpu):6.2f} s of CPU")
+        wall, cpu = zip(*seconds, strict=True)
+        print(f"{label:58} {spread(wall)}, {median(cpu):6.2f} s of CPU")
     for label in (PLAIN, LEAN):
         wall, cpu = (
             median(job) / median(imports)
@@ -126,15 +124,12 @@ def report(found: dict[str, list[Seconds]]) -> None:
         print(f"{JOB} / {label}: {wall:.2f} in seconds, {cpu:.2f} in CPU seconds")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", help="key=value, for the job")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="that count")
-    options = parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="bench_start_") as folder:
         report(measure(Path(folder), options.ranks, options.rounds, options.overrides))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Tokens per second of the native engine and of Hugging Face's `generate`: `python tools/bench_rollout.py`.
+"""Tokens per second of the native engine and of Hugging Face's `generate`: `python tools/bench rollout`.
 
 Same weights (through the Llama name table), same prompts, same lengths, same sampling (temperature 1, no filter), side
 by side in one run; two cores, as one process of two threads or two processes of one, whichever is faster for each side;
@@ -12,18 +12,16 @@ import argparse
 import os
 import tempfile
 import time
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
-import checkout  # noqa: F401
 import numpy as np
 import torch
 import transformers
-from matrix_products import product_seconds
+from bench.harness import Server, in_turn, product_seconds
 
 from hpcrl.kernels.onednn import use_onednn
 from hpcrl.model.families.config_json import hf_config
@@ -75,12 +73,18 @@ class Sides:
     """Both engines with the same weights, and the bare matrix products."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        use_onednn()  # for both sides, as a rank does
+        keep_freed_memory()
         torch.manual_seed(0)
         config = transformers.LlamaConfig(**hf_config(SHAPE), attn_implementation="sdpa")
         self.model = transformers.LlamaForCausalLM(config).to(dtype).eval()
         self.model.generation_config.eos_token_id = None  # it would take the place of ours, which is None
         self.dtype = dtype
         self.engines: dict[bool, NativeEngine] = {}
+
+    def call(self, method: str, threads: int, *arguments: object) -> float:
+        torch.set_num_threads(threads)
+        return getattr(self, method)(*arguments)
 
     def engine(self, exact: bool) -> NativeEngine:
         """Made when it is first used, as exact mode asks for one thread."""
@@ -152,17 +156,6 @@ class Sides:
         return prefill + float(np.interp(running, known, [product_seconds(weights, n) for n in known]).sum())
 
 
-def serve(pipe: Connection, dtype: torch.dtype) -> None:
-    """A process that does what it is told: (method, threads, arguments) -> result."""
-    use_onednn()  # for both sides, as a rank does
-    keep_freed_memory()
-    sides = Sides(dtype)
-    while (order := pipe.recv()) is not None:
-        method, threads, arguments = order
-        torch.set_num_threads(threads)
-        pipe.send(getattr(sides, method)(*arguments))
-
-
 class Way(NamedTuple):
     """How the two cores are used for one of the engines."""
 
@@ -178,19 +171,14 @@ class Machine:
     """Two processes, and how to use the two cores: one of them with two threads, or both with one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        context = get_context("spawn")
-        self._pipes = []
-        for _ in range(CORES):
-            ours, theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs, dtype), daemon=True).start()
-            self._pipes.append(ours)
+        self._servers = [Server(Sides, dtype) for _ in range(CORES)]
 
     def call(self, ranks: int, method: str, work: Work, *arguments: object) -> tuple[float, list]:
         """Seconds until the last process is done, and the results."""
         start = time.perf_counter()
-        for rank, pipe in enumerate(self._pipes[:ranks]):
-            pipe.send((method, CORES // ranks, (work.part(rank, ranks), *arguments)))
-        results = [pipe.recv() for pipe in self._pipes[:ranks]]
+        for rank, server in enumerate(self._servers[:ranks]):
+            server.send("call", method, CORES // ranks, work.part(rank, ranks), *arguments)
+        results = [server.receive() for server in self._servers[:ranks]]
         return time.perf_counter() - start, results
 
     def fastest(self, ways: list[Way], work: Work) -> Way:
@@ -205,8 +193,8 @@ class Machine:
         return seconds
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
+        for server in self._servers:
+            server.close()
 
 
 def compare(dtype: str, variable: bool, repetitions: int, with_exact: bool) -> None:
@@ -220,12 +208,8 @@ def compare(dtype: str, variable: bool, repetitions: int, with_exact: bool) -> N
     }
     if with_exact:
         ways["exact"] = Way(CORES, "native", (True,))
-    for way in ways.values():
-        machine.seconds(way, work)  # warm-up
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repetitions):
-        for name, way in ways.items():
-            seconds[name].append(machine.seconds(way, work))
+    runs = {name: partial(machine.seconds, way, work) for name, way in ways.items()}
+    seconds = in_turn(runs, repetitions, warm_up=1)
     median = {name: float(np.median(times)) for name, times in seconds.items()}
     floor = max(machine.call(ways["native"].ranks, "floor", work)[1])
     machine.close()
@@ -239,13 +223,14 @@ def compare(dtype: str, variable: bool, repetitions: int, with_exact: bool) -> N
         )
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--lengths", nargs="+", choices=["fixed", "varying"], default=["fixed", "varying"])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--no-exact", action="store_true", help="leave out exact mode, which is fp32 only")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
     for dtype in options.dtypes:
         for lengths in options.lengths:
             compare(dtype, lengths == "varying", options.repetitions, dtype == "fp32" and not options.no_exact)

@@ -1,4 +1,4 @@
-"""Time per token and memory of long responses beside short ones: `python tools/bench_long.py [--tokens 64 2048]`.
+"""Time per token and memory of long responses beside short ones: `python tools/bench long [--tokens 64 2048]`.
 
 64 prompts of 32 tokens with 4 samples each on the native engine, 4 layers of 256, fp32, two threads. Attention grows
 with the tokens that it attends to, and is timed apart; the rest should take as long for every token. `memory` is what
@@ -11,11 +11,11 @@ import argparse
 import time
 from typing import Any
 
-import checkout  # noqa: F401
 import numpy as np
 import psutil
 import torch
-from bench_rollout import SHAPE
+from bench.harness import MEBI
+from bench.rollout import SHAPE
 
 from hpcrl.kernels.onednn import use_onednn
 from hpcrl.rollout.engines.native.attention import DecodeAttention
@@ -24,7 +24,6 @@ from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.world import keep_freed_memory
 
 NUM_PROMPTS, SAMPLES, PROMPT_TOKENS = 64, 4, 32
-MEBI = 2**20
 STEPS_BETWEEN = 64  # measurements of memory
 
 
@@ -84,10 +83,11 @@ def run(tokens: int, requests: list[Request], attention: AttentionTime) -> None:
     print(f"{tokens} tokens: {whole:.1f} us a token, {parts}; memory {memory:.0f} MiB")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 2048], help="of a response, a run each")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(2)
     use_onednn()
     keep_freed_memory()
@@ -100,7 +100,3 @@ def main() -> None:
     ]
     for tokens in options.tokens:
         run(tokens, requests, attention)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """CPU time and messages of rank 0, against the number of ranks and of samples, without models.
 
-    python tools/bench_controller.py [--ranks 8 256] [--samples 1024 8192] [--json FILE]
-    python tools/bench_controller.py --plan CONFIG [key=value ...]
+    python tools/bench controller [--ranks 8 256] [--samples 1024 8192] [--json FILE]
+    python tools/bench controller --plan CONFIG [key=value ...]
 
 Each number of ranks is an MPI job of processes of numpy and mpi4py on this machine. Rank 0 runs the loop of `hpcrl
 train` with its controller, its source of samples and its assignment of samples to replicas. The workers do nothing
@@ -17,7 +17,6 @@ import argparse
 import cProfile
 import json
 import math
-import os
 import pickle
 import subprocess
 import sys
@@ -29,8 +28,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import checkout
 import numpy as np
+from bench.harness import on_ranks, with_threads
 
 from hpcrl.algorithms.metrics import Mean, Sum
 from hpcrl.batch.data_proto import DataProto
@@ -57,7 +56,6 @@ MINI_BATCHES = 4
 NUM_METRICS = 20  # of a method and mini-batch
 PROFILED = 40  # functions that --profile prints
 FORBIDDEN = ("torch", "megatron", "transformers")
-MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 CONFIG = """
 run: {{name: bench, dir: {folder}}}
@@ -101,7 +99,7 @@ def metrics(name: str) -> dict[str, Mean]:
 
 
 class ActorStub(Worker):
-    """Registered as `hpcrl.workers.actor.ActorWorker`; `tests/workers/test_bench_controller.py` compares them."""
+    """Registered as `hpcrl.workers.actor.ActorWorker`; `tests/workers/test_bench controller` compares them."""
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -537,14 +535,13 @@ def of_size(config: Config, prompts: int) -> Config:
 
 def launch(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Run the cases on so many ranks of this machine."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout.ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        command = [str(MPIEXEC), "-n", str(ranks), sys.executable, __file__, "--result", str(result)]
+        command = on_ranks(ranks, Path(__file__).parent, "controller", "--result", result)
         for name in ("algorithms", "samples", "tokens"):
             command += [f"--{name}", *map(str, getattr(arguments, name))]
         command += ["--steps", str(arguments.steps)]
-        subprocess.run(command + ["--profile"] * arguments.profile, env=environment, stdout=2, check=True)
+        subprocess.run(command + ["--profile"] * arguments.profile, env=with_threads(1), stdout=2, check=True)
         return dict(json.loads(result.read_text()))
 
 
@@ -619,8 +616,7 @@ def report(results: Iterable[dict[str, Any]], path: str | None) -> int:
     return 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 64, 128, 256])
     parser.add_argument("--samples", type=int, nargs="+", default=[1024, 8192, 65536])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64], help="of the longest sample; multiples of 16")
@@ -630,13 +626,11 @@ def main() -> int:
     parser.add_argument("--plan", nargs="+", metavar=("CONFIG", "key=value"))
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--result", help=argparse.SUPPRESS)  # a rank of one job
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> int:
     if arguments.result is not None:
         serve(arguments)
     if arguments.plan is not None:
         return report_plan(arguments.plan[0], arguments.plan[1:])
     return report((launch(arguments, ranks) for ranks in arguments.ranks), arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Refit against `megatron.core.resharding` over gloo and against a memcpy of the destination, side by side in one run.
 
-    OMP_NUM_THREADS=1 mpiexec -n 4 python tools/bench_refit.py [--bucket-mib 256] [--repetitions 5]
+    OMP_NUM_THREADS=1 mpiexec -n 4 python tools/bench refit [--bucket-mib 256] [--repetitions 5]
 
 Layouts change for a Llama-like model of 105 M fp32 parameters. Both fill the parameters of the same kind of model;
 their results are compared bit for bit. Times are from a barrier until the last rank has its weights.
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-import checkout  # noqa: F401
 import torch
+from bench.harness import in_turn, timed
 from torch import Tensor
 
 from hpcrl.engine.refit.planner import Resharding
@@ -59,11 +59,12 @@ class Result(NamedTuple):
     report: RefitReport
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-mib", type=int, default=256, help="memory of a refit beyond the weights, per rank")
     parser.add_argument("--repetitions", type=int, default=5)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
     world = start_torch(start_mpi())
     if world.size != len(RANKS):
         raise SystemExit(f"start this with {len(RANKS)} ranks, not {world.size}")
@@ -92,20 +93,23 @@ def measure(
     refit = Refit(resharding, world.comm, world.rank, torch.float32, bucket_bytes=options.bucket_mib * 2**20)
     refit.share(weights, engine, engine.__setitem__)
     reports: list[RefitReport] = []
+
+    @torch.no_grad()
+    def change() -> None:
+        """So that what is compared below came from the last refit."""
+        for tensor in weights.values():
+            tensor += 0.001
+
     ways: dict[str, Callable[[], object]] = {
+        "change": change,
         "ours": lambda: reports.append(refit.run(weights, engine)),
         "megatron": lambda: swap_model_weights(trained, theirs, "gloo"),
         "memcpy": lambda: copy.copy_(flat),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(WARM_UP + options.repetitions):
-        with torch.no_grad():
-            for tensor in weights.values():
-                tensor += 0.001  # so that what is compared below came from the last refit
-        for name, run in ways.items():
-            elapsed = _last_of_all(world, run)
-            if turn >= WARM_UP:
-                seconds[name].append(elapsed)
+    seconds = in_turn(
+        {name: partial(_last_of_all, world, run) for name, run in ways.items()}, options.repetitions, WARM_UP
+    )
+    del seconds["change"]
     for name, tensor in _by_global_name(theirs, destination).items():
         if not torch.equal(engine[name].view(torch.int32), tensor.view(torch.int32)):
             raise SystemExit(f"{name} differs from megatron's result on rank {world.rank}")
@@ -141,9 +145,7 @@ def show(results: dict[str, Result]) -> None:
 def _last_of_all(world: World, run: Callable[[], object]) -> float:
     """Seconds from a barrier until the last rank is done."""
     world.barrier()
-    start = time.perf_counter()
-    run()
-    return max(world.all_gather_object(time.perf_counter() - start))
+    return max(world.all_gather_object(timed(run)))
 
 
 def _by_global_name(model: torch.nn.Module, groups: RoleGroups) -> dict[str, Tensor]:
@@ -172,7 +174,3 @@ def _let_megatron_copy_without_cuda() -> None:
         platform.install()  # it replaces the current stream, too
         torch.cuda.Stream = Stream  # type: ignore[assignment,misc]
         torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment,return-value]
-
-
-if __name__ == "__main__":
-    main()

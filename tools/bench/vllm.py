@@ -1,4 +1,4 @@
-"""Rollouts by vLLM inside hpcrl and by vLLM alone: `.venv-vllm/bin/python tools/bench_vllm.py models/smollm2`.
+"""Rollouts by vLLM inside hpcrl and by vLLM alone: `.venv-vllm/bin/python tools/bench vllm models/smollm2`.
 
 Both have the same weights, prompts, lengths, threads and block size, and log-probs of the sampled tokens; both leave
 weights as they are (vLLM's packed copies for a CPU would not be reached by a refit). Two processes take turns; medians
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import checkout  # noqa: F401
 import numpy as np
+from bench.harness import Server, in_turn, spread, timed
 
 THREADS = 2
 PROMPTS, SAMPLES, PROMPT_LENGTH, LENGTH = 16, 8, 48, 64
@@ -108,41 +107,36 @@ class WithoutLogProbs(Alone):
 SIDES = {"inside hpcrl": Inside, "alone": Alone, "no log-probs": WithoutLogProbs}
 
 
-def serve(pipe: Connection, name: str, folder: str) -> None:
-    """Time a generation for each message."""
-    side = SIDES[name](folder)
-    side.generate()
-    pipe.send(None)
-    while pipe.recv():
-        start = time.perf_counter()
-        side.generate()
-        pipe.send(time.perf_counter() - start)
+class Timed:
+    """A side that measures its generations."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        self.side = SIDES[name](folder)
+
+    def seconds(self) -> float:
+        return timed(self.side.generate)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="Hugging Face directory")
     parser.add_argument("--repetitions", type=int, default=5)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
     os.environ.update(OMP_NUM_THREADS=str(THREADS), HF_HUB_OFFLINE="1")
-    pipes = {}
+    sides: dict[str, Callable[[], float]] = {}
     for name in SIDES:
-        pipes[name], theirs = get_context("spawn").Pipe()
-        get_context("spawn").Process(target=serve, args=(theirs, name, options.model), daemon=True).start()
-        pipes[name].recv()
-    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
-    for _ in range(options.repetitions):
-        for name, pipe in pipes.items():
-            pipe.send(True)
-            seconds[name].append(pipe.recv())
-    median = {name: statistics.median(times) for name, times in seconds.items()}
+        sides[name] = partial(generation_seconds, Server(Timed, name, options.model))
+        sides[name]()  # one after the other; warms up
+    seconds = in_turn(sides, options.repetitions)
     for name, times in seconds.items():
-        rate = PROMPTS * SAMPLES * LENGTH / median[name]
-        print(f"{name:>12}: {median[name]:6.2f} s ({min(times):.2f} to {max(times):.2f}), {rate:6.0f} tokens/s")
-    ratio = median["inside hpcrl"] / median["alone"]
+        rate = PROMPTS * SAMPLES * LENGTH / median(times)
+        print(f"{name:>12}: {spread(times)}, {rate:6.0f} tokens/s")
+    ratio = median(seconds["inside hpcrl"]) / median(seconds["alone"])
     print(f"inside hpcrl / alone: {ratio:.2f} (at most {LIMIT})")
     return ratio > LIMIT
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def generation_seconds(side: Server) -> float:
+    side.send("seconds")
+    return side.receive()
