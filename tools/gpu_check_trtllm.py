@@ -29,8 +29,8 @@ from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
+from tools.gpu.models import held, whole_weights
 from tools.gpu.outcome import Failed, Skip, require
-from tools.gpu.weights import held, whole_weights
 
 SHAPE = ModelShape(4, 512, 1024, 8, 4, 64, 1024)
 IDLE_SECONDS = float(os.environ.get("HPCRL_GPU_CHECK_IDLE_SECONDS", "600"))

@@ -51,7 +51,7 @@ FAULTS = [
         "kernels/vocabulary.py",
         "            dist.all_reduce(sums, group=self.group)",
         "            pass",
-        2,
+        4,
         "tests/mpi/test_training.py::test_layouts_agree_on_recorded_rollouts",
     ),
     Fault(
@@ -60,7 +60,7 @@ FAULTS = [
         "workers/model_worker.py",
         "num_tokens, num_sequences = self.sum_over_replicas(counts).tolist()",
         "num_tokens, num_sequences = counts.tolist()",
-        2,
+        4,
         "tests/mpi/test_training.py::test_layouts_agree_on_recorded_rollouts",
     ),
     Fault(

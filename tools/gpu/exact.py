@@ -17,11 +17,10 @@ from hpcrl.machine.measure_rank import median_seconds
 from hpcrl.model.exact import check_exact
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
-from tools.gpu.models import DENSE, MIXTURE, REHEARSAL, shape_of
+from tools.gpu.agreement import trained
+from tools.gpu.models import DENSE, MIXTURE, REHEARSAL, SHAPE, shape_of
 from tools.gpu.outcome import Skip
 from tools.gpu.rates import DTYPE, drawn, experts_of, graphed, products_of
-from tools.gpu.training import trained
-from tools.gpu.weights import SHAPE
 
 ROWS = (1, 16, 64) if REHEARSAL else (1, 16, 64, 512, 16384)
 EXPERT_ROWS = (1, 4, 8) if REHEARSAL else (1, 16, 64, 512, 2048)  # of each expert

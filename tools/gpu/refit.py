@@ -22,9 +22,8 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.runtime import accelerator
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
-from tools.gpu.models import DENSE, shape_of
+from tools.gpu.models import DENSE, SHAPE, held, shape_of, whole_weights
 from tools.gpu.outcome import Skip, print_head, print_row, require
-from tools.gpu.weights import SHAPE, held, whole_weights
 
 REPETITIONS = 6  # the first is left out
 
