@@ -1,4 +1,5 @@
-"""A small run of tools/bench controller: what passes through rank 0, and what moves from leader to leader."""
+"""A small run of tools/bench controller: what passes through rank 0, and what moves from leader to leader. Its stubs
+are registered as the workers that they stand for."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.roles import ACTOR, CRITIC, REF, REFIT, ROLLOUT, SCORER
 from hpcrl.controller.controller import replica_column
 from hpcrl.run.rollouts.choice import assign_to_replicas
 
@@ -73,3 +76,13 @@ def _planned(tool: Any, case: Any) -> tuple[int, int]:
     moves = owner != np.array(actor.leaders)[batch.samples[replica_column(actor.dp)]]
     prompts, responses = batch.samples["prompt_length"][moves], batch.samples["response_length"][moves]
     return int(4 * (prompts + 4 * responses).sum()), int(moves.sum())
+
+
+@pytest.mark.parametrize("spec", [ACTOR, REF, CRITIC, ROLLOUT, SCORER, REFIT], ids=lambda spec: spec.name)
+def test_stubs_are_registered_as_the_workers(spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    stub, worker = import_module("bench.controller").STUBS[spec.name], resolve_name(spec.worker)
+    methods = [name for name, method in vars(stub).items() if hasattr(method, "registration")]
+    assert methods
+    for name in methods:
+        assert getattr(stub, name).registration == getattr(worker, name).registration

@@ -99,7 +99,7 @@ def metrics(name: str) -> dict[str, Mean]:
 
 
 class ActorStub(Worker):
-    """Registered as `hpcrl.workers.actor.ActorWorker`; `tests/workers/test_bench_controller.py` compares them."""
+    """Registered as `hpcrl.workers.actor.ActorWorker`; `tests/tools/test_bench_controller.py` compares them."""
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
