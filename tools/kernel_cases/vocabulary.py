@@ -47,11 +47,11 @@ def linear_log_prob(
     product = 2 * rows * hidden * vocabulary
 
     def ours(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        found = linear_log_probs(
+        outputs = linear_log_probs(
             states, weight, targets, chunk_rows=chunk_rows, group=ALONE, vocab_size=vocabulary, entropy=True
         )
-        assert found.entropies is not None
-        return found.log_probs.sum() + found.entropies.sum()
+        assert outputs.entropies is not None
+        return outputs.log_probs.sum() + outputs.entropies.sum()
 
     runs = {"hpcrl": ours, **dict(log_prob_peers())}
 
