@@ -134,28 +134,20 @@ def samples(alone: RoleGroups, shape: ModelShape) -> DataProto:
     return DataProto(batch.tokens | columns, places, {"step": 1, "num_prompts": SAMPLES})
 
 
-Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]
-
-
 class Alone:
-    """What rank 0 by itself makes of the samples under each loss: metrics, last gradients and weights."""
+    """What one rank makes of the samples under each loss: metrics, last gradients and weights."""
 
     def __init__(self, world: World, shape: ModelShape) -> None:
         layouts = {f"alone{rank}": Layout((rank,)) for rank in range(world.size)}
         (self.groups,) = make_groups(layouts, world.rank).values()
-        self.world, self.shape = world, shape
-        self.batch = world.broadcast_object(samples(self.groups, shape) if world.rank == 0 else None)
-        self._trained: dict[str, Trained] = {}
+        self.shape, self.batch = shape, samples(self.groups, shape)
+        self._trained: dict[str, tuple[list[dict[str, float]], ModelWorker]] = {}
 
-    def trained(self, loss: str) -> Trained:
-        """Collective."""
+    def trained(self, loss: str) -> tuple[list[dict[str, float]], ModelWorker]:
         if loss not in self._trained:
-            results = None
-            if self.world.rank == 0:
-                worker = worker_of(loss, self.groups, self.shape)
-                of_minis = [finish(metrics) for metrics in LOSSES[loss](worker, self.batch)]
-                results = of_minis, gradients(worker.engine), worker.engine.named_shards()
-            self._trained[loss] = self.world.broadcast_object(results)
+            worker = worker_of(loss, self.groups, self.shape)
+            found = LOSSES[loss](worker, self.batch)
+            self._trained[loss] = [finish(of_mini) for of_mini in found], worker
         return self._trained[loss]
 
 
@@ -175,13 +167,13 @@ def assert_trains_as_one_rank(world: World, cache: GroupCache, layout: Layout, a
     (groups,) = make_groups({"actor": layout}, world.rank, cache).values()
     worker = worker_of(loss, groups, alone.shape)
     mine = LOSSES[loss](worker, part_of(alone.batch, groups))
-    expected, its_gradients, its_weights = alone.trained(loss)
+    expected, one = alone.trained(loss)
     assert len(mine) == len(expected) == 2
     for number, wanted in enumerate(expected):
         told = world.all_gather_object(mine[number] if groups.is_leader else {})
         assert _role_free(finish(merge(told))) == pytest.approx(_role_free(wanted), rel=1e-4, abs=1e-5)
-    assert_slices(worker.engine, gradients(worker.engine), its_gradients)
-    assert_slices(worker.engine, worker.engine.named_shards(), its_weights)
+    assert_slices(worker.engine, gradients(worker.engine), gradients(one.engine))
+    assert_slices(worker.engine, worker.engine.named_shards(), one.engine.named_shards())
 
 
 def _role_free(metrics: dict[str, float]) -> dict[str, float]:
