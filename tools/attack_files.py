@@ -46,8 +46,8 @@ def model(place: Place, **files: Any) -> Path:
         elif isinstance(value, bytes):
             path.write_bytes(value)
         else:
-            found = json.loads(path.read_text()) if isinstance(value, dict) and path.exists() else {}
-            path.write_text(value if isinstance(value, str) else json.dumps(found | value))
+            content = json.loads(path.read_text()) if isinstance(value, dict) and path.exists() else {}
+            path.write_text(value if isinstance(value, str) else json.dumps(content | value))
     return folder
 
 
@@ -109,7 +109,7 @@ def templates(place: Place) -> None:
 
 @attack(MODEL, "tokenizer.json: depth, length, costly expressions", "data show")
 def tokenizers(place: Place) -> None:
-    found = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
     for changes in (
         {"pre_tokenizer": {
             "type": "Split", "pattern": {"Regex": "(.*)*(.+)+$x"}, "behavior": "Isolated", "invert": False}},
@@ -118,7 +118,7 @@ def tokenizers(place: Place) -> None:
             {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 99}] * 9}},
         {"added_tokens": [{"id": 2**31, "content": "1"}]},
     ):  # fmt: skip
-        show(place, tokenizer__json=json.dumps(found | changes))
+        show(place, tokenizer__json=json.dumps(tokenizer | changes))
     show(place, tokenizer__json=DEEP)
     show(place, tokenizer_config__json=DEEP)
     show(place, tokenizer_config__json={"model_max_length": -1, "chat_template": [{"name": "a", "template": "{"}]})

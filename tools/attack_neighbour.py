@@ -77,14 +77,14 @@ class Attacker:
         attacks += [*(self._on_ports if self.target.ports else ()), *(self._on_processes if self.target.pids else ())]
         if not attacks:
             return
-        made = self._draw.choice(attacks)
+        method = self._draw.choice(attacks)
         try:
-            result = made()
+            result = method()
         except PermissionError:
             result = DENIED
         except (OSError, RuntimeError) as error:
             result = type(error).__name__
-        self.results[made.__name__, result] += 1
+        self.results[method.__name__, result] += 1
 
     def clean_up(self) -> None:
         for path in self._planted:
@@ -317,12 +317,12 @@ def main() -> int:
         os.write(targets, json.dumps(target).encode() + b"\n")
         time.sleep(TICK)
     os.close(targets)
-    made = json.loads(Path(f"/dev/fd/{results}").read_bytes())
+    results_of_attacks = json.loads(Path(f"/dev/fd/{results}").read_bytes())
     os.waitpid(child, 0)
-    for attack, result, count in sorted(made):
+    for attack, result, count in sorted(results_of_attacks):
         print(f"{attack:<14} {count:>7} {result}")
     code = job.wait() if job is not None else 0
-    return 1 if any(result == DONE for _, result, _ in made) else code
+    return 1 if any(result == DONE for _, result, _ in results_of_attacks) else code
 
 
 if __name__ == "__main__":

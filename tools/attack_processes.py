@@ -155,7 +155,7 @@ def neighbour(place: Place) -> None:
     launcher = str(mpiexec) if mpiexec.exists() else shutil.which("mpiexec")
     if launcher is None:
         raise NotPossible("no mpiexec")
-    shared, found = place.open_to_others(), []
+    shared, metrics = place.open_to_others(), []
     for attacked in (False, True):
         config = job(place, run={"name": f"run_{attacked}", "dir": str(place.out)}, trainer={"total_training_steps": 6})
         command = [
@@ -180,8 +180,8 @@ def neighbour(place: Place) -> None:
             raise Reached(f"exit code {done.returncode}: {done.stdout[-300:]} {done.stderr[-300:]}")
         rows = [json.loads(line) for line in (place.out / f"run_{attacked}" / "metrics.jsonl").read_text().splitlines()]
         timed = ("timing", "perf/", "memory/")
-        found.append([{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows])
-    if found[0] != found[1]:
+        metrics.append([{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows])
+    if metrics[0] != metrics[1]:
         raise Reached("metrics differ from those of an undisturbed job")
 
 

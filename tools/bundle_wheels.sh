@@ -65,7 +65,7 @@ compile() { # compile REQUIREMENTS OUTPUT [OPTION...]
 }
 
 say "resolving hpcrl[$extras] for Python $python_version on $machine, glibc $glibc, $torch build of torch"
-"$python" tools/requirements.py "$extras" >"$work/requirements.in" || exit
+"$python" tools/resolve.py --requirements "$extras" >"$work/requirements.in" || exit
 if [[ $torch == cpu ]]; then
     # the CPU build is named, because a resolver takes the first index that has a torch; it asks for no triton
     "${pip[@]}" index versions torch --python-version "$python_version" --only-binary :all: >"$work/torch" 2>/dev/null || true

@@ -53,7 +53,7 @@ def imported(path: Path) -> set[Path]:
 @cache
 def named(path: Path) -> frozenset[Path]:
     """Files that it imports, and the conftest.py of its folder and of those above."""
-    found: set[Path] = set()
+    files: set[Path] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
@@ -61,9 +61,9 @@ def named(path: Path) -> frozenset[Path]:
             names = [alias.name for alias in node.names]
         else:
             continue
-        found.update(file for name in names if (file := file_of(name)) is not None)
+        files.update(file for name in names if (file := file_of(name)) is not None)
     folders = [folder for folder in path.parents if folder != ROOT and folder.is_relative_to(ROOT)]
-    return frozenset(found.union(file for folder in folders if (file := folder / "conftest.py").exists()))
+    return frozenset(files.union(file for folder in folders if (file := folder / "conftest.py").exists()))
 
 
 @cache

@@ -22,28 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peer_venv import VLLM, NoPeer, last_line, peer_python
+from bench import peers
+from bench.peers import VLLM, NoPeer, last_line, peer_python
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 SHOWN = 10  # prompts with other scores
 BATCH = 64  # prompts that `transformers` generates for at once
-
-VLLM_PROGRAM = """
-import json, sys
-
-def main():
-    from vllm import LLM, SamplingParams
-    request = json.load(open(sys.argv[1]))
-    model = LLM(model=request["model"], dtype="float32", enforce_eager=True, seed=0)
-    sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"])
-    prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
-    found = model.generate(prompts, sampling, use_tqdm=False)
-    json.dump([list(one.outputs[0].token_ids) for one in found], open(sys.argv[2], "w"))
-
-if __name__ == "__main__":
-    main()
-"""
 
 
 class BadInput(Exception):
@@ -100,7 +85,7 @@ class Export:
             )["input_ids"]
             for row in self.rows
         ]
-        return sum(list(found) != ids for found, ids in zip(rendered, self.prompts, strict=True))
+        return sum(list(ids_of_export) != ids for ids_of_export, ids in zip(rendered, self.prompts, strict=True))
 
     def answer(self, row: int, tokens: list[int]) -> Answer:
         """The response, scored as the run scores it."""
@@ -115,13 +100,13 @@ class Export:
         record = self.dataset.record(row)
         text = response_text(self.tokenizer, np.array(tokens[:stop], np.int32))
         reason = "stop" if stop and tokens[stop - 1] in ends else "length"
-        found = scorer_for(record["data_source"])(
+        score = scorer_for(record["data_source"])(
             data_source=record["data_source"],
             solution_str=text,
             ground_truth=record["ground_truth"],
             extra_info={**record["extra_info"], "finish_reason": reason},
         )
-        return Answer(text, float(found.get("acc", found["score"]) if isinstance(found, dict) else found))
+        return Answer(text, float(score.get("acc", score["score"]) if isinstance(score, dict) else score))
 
 
 def of_the_run(export: Export, folder: Path, ranks: int) -> list[Answer]:
@@ -134,8 +119,8 @@ def of_the_run(export: Export, folder: Path, ranks: int) -> list[Answer]:
     if ran.returncode:
         raise BadInput(f"hpcrl evaluate failed with code {ran.returncode}: {last_line(ran.stderr)}")
     (path,) = folder.glob("own/evaluate/answers/*.jsonl")
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    answers = [Answer(one["output"], float(one.get("acc", one["score"]))) for one in found]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    answers = [Answer(one["output"], float(one.get("acc", one["score"]))) for one in lines]
     return answers[: len(export.rows)]
 
 
@@ -165,18 +150,17 @@ def of_transformers(export: Export) -> list[list[int]]:
 
 def of_vllm(export: Export, folder: Path, python: Path) -> list[list[int]]:
     """What vLLM answers in fp32, greedy."""
-    program, request, answers = folder / "vllm_program.py", folder / "request.json", folder / "answers.json"
-    program.write_text(VLLM_PROGRAM)
+    request, answers = folder / "request.json", folder / "answers.json"
     asked = {"model": str(export.folder.resolve()), "prompts": export.prompts, "max_tokens": export.max_tokens}
     request.write_text(json.dumps(asked))
     environ = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environ.pop("PYTHONPATH", None)
-    command = [str(python), str(program), str(request), str(answers)]
+    command = [str(python), peers.__file__, peers.vllm_greedy.__name__, str(request), str(answers)]
     ran = subprocess.run(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if not answers.exists():
         raise BadInput(f"vLLM generated nothing (exit code {ran.returncode}): {last_line(ran.stderr + ran.stdout)}")
-    found: list[list[int]] = json.loads(answers.read_text())
-    return found
+    generated: list[list[int]] = json.loads(answers.read_text())
+    return generated
 
 
 def report(answers: dict[str, list[Answer]]) -> list[int]:
@@ -184,13 +168,15 @@ def report(answers: dict[str, list[Answer]]) -> list[int]:
     own = answers["hpcrl evaluate"]
     print(f"{'':16}{'prompts':>9}{'accuracy':>10}{'equal accuracy':>16}{'equal text':>12}")
     differs: set[int] = set()
-    for name, found in answers.items():
+    for name, answered in answers.items():
         other = [
-            number for number, pair in enumerate(zip(found, own, strict=True)) if pair[0].accuracy != pair[1].accuracy
+            number
+            for number, pair in enumerate(zip(answered, own, strict=True))
+            if pair[0].accuracy != pair[1].accuracy
         ]
-        same_text = sum(one.text == mine.text for one, mine in zip(found, own, strict=True))
-        mean = sum(one.accuracy for one in found) / len(found)
-        print(f"{name:16}{len(found):9}{mean:10.4f}{len(found) - len(other):16}{same_text:12}")
+        same_text = sum(one.text == mine.text for one, mine in zip(answered, own, strict=True))
+        mean = sum(one.accuracy for one in answered) / len(answered)
+        print(f"{name:16}{len(answered):9}{mean:10.4f}{len(answered) - len(other):16}{same_text:12}")
         differs.update(other)
     return sorted(differs)
 
@@ -202,13 +188,13 @@ def check(options: argparse.Namespace, folder: Path) -> int:
     answers = {"hpcrl evaluate": of_the_run(export, folder, options.ranks)}
     generated: dict[str, Any] = {"transformers": of_transformers(export), "vLLM": of_vllm(export, folder, python)}
     for name, tokens in generated.items():
-        answers[name] = [export.answer(row, found) for row, found in zip(export.rows, tokens, strict=True)]
+        answers[name] = [export.answer(row, ids) for row, ids in zip(export.rows, tokens, strict=True)]
     print(export.folder)
     differs = report(answers)
     for row in differs[:SHOWN]:
         print(f"prompt {row}: {export.dataset.prompt_text(row)!r}")
-        for name, found in answers.items():
-            print(f"  {name:16}{found[row].accuracy:6.2f}  {found[row].text!r}")
+        for name, answered in answers.items():
+            print(f"  {name:16}{answered[row].accuracy:6.2f}  {answered[row].text!r}")
     if wrong:
         print(f"{wrong} prompts are rendered differently by the export's chat template")
     return 1 if differs or wrong else 0

@@ -16,8 +16,8 @@ trap 'rm -rf "$folder"' EXIT
 source tools/uv.sh
 install_uv "$python" "$folder/uv"
 
-"$python" tools/requirements.py cpu,gpu,math,reasoning-gym,wandb,mlflow,test >"$folder/all.in"
-"$python" tools/requirements.py cpu,openenv >"$folder/openenv.in"
+"$python" tools/resolve.py --requirements cpu,gpu,math,reasoning-gym,wandb,mlflow,test >"$folder/all.in"
+"$python" tools/resolve.py --requirements cpu,openenv >"$folder/openenv.in"
 running=()
 for version in "$@"; do
     for name in "$version-x86_64" "$version-aarch64" "$version-x86_64-openenv"; do

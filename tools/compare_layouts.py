@@ -1,4 +1,4 @@
-"""How well `hpcrl plan` predicts the lines of tools/bench_layouts.py: a table, and a plot.
+"""How well `hpcrl plan` predicts the lines of tools/bench layouts: a table, and a plot.
 
     .venv/bin/python tools/compare_layouts.py FILE.jsonl --machine FILE.yaml [--plot FILE.png] [--misses 10]
 
@@ -19,9 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import checkout  # noqa: F401
-from bench_layouts import STEPS, config_of, read
-from layout_cases import PROMPT_LENGTH, PROMPTS, SAMPLES, Case, cases, response_length
+from bench.harness import read_lines
+from bench.layouts import PROMPT_LENGTH, PROMPTS, SAMPLES, STEPS, Case, cases, config_of, response_length
 
 from hpcrl.forecast.memory.memory import TrainingPlan
 from hpcrl.forecast.time.calibrate import Measured, fit, fitted_machine
@@ -75,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--misses", type=int, default=10, help="cases that are listed, the worst first")
     options = parser.parse_args(arguments)
-    lines = read(options.file)
+    lines = read_lines(options.file)
     if shares := memory(lines):
         most = max(shares, key=lambda name: shares[name])
         print(f"memory: {len(shares)} ranks, peak of live bytes / planned median {median(shares.values()):.2f},")
@@ -145,7 +144,7 @@ def measurements(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Measured
         repeats[line["case"]].append(
             {phase: median(seconds) / slower[line["start"]] for phase, seconds in line["phases"].items()}
         )
-    found = {}
+    measured_cases = {}
     for case in cases():
         if case.name in repeats:
             each = repeats[case.name]
@@ -154,8 +153,8 @@ def measurements(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Measured
             steps = [it["step"] for it in each]
             job = TrainingPlan(config_of(case, Path("/nowhere")))
             measured = Measured(case.name, job, lengths_of(case), middle)
-            found[case.name] = measured, (max(steps) - min(steps)) / middle["step"]
-    return found
+            measured_cases[case.name] = measured, (max(steps) - min(steps)) / middle["step"]
+    return measured_cases
 
 
 def lengths_of(case: Case) -> Lengths:
@@ -236,8 +235,8 @@ def plot(held_out: Sequence[Compared], path: Path) -> None:
         group = [it for it in held_out if it.case.model == model]
         for algorithm, marker in (("grpo", "o"), ("ppo", "^")):
             for lengths, color in (("fixed", "tab:blue"), ("log-normal", "tab:orange")):
-                some = [it for it in group if (it.case.algorithm, it.case.lengths) == (algorithm, lengths)]
-                steps = [it.step for it in some], [it.predicted.step for it in some]
+                shown = [it for it in group if (it.case.algorithm, it.case.lengths) == (algorithm, lengths)]
+                steps = [it.step for it in shown], [it.predicted.step for it in shown]
                 axis.scatter(*steps, marker=marker, s=18, color=color, alpha=0.7, label=f"{algorithm}, {lengths}")
         limits = [min(it.step for it in group) * 0.8, max(it.step for it in group) * 1.25]
         axis.plot(limits, limits, color="gray", linewidth=1)

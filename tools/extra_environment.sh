@@ -11,7 +11,7 @@ extra=${1:?expected an extra of setup.py}
 python=${PYTHON:-.venv/bin/python}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-comm -13 <("$python" tools/requirements.py "" | sort) <("$python" tools/requirements.py "$extra" | sort) \
+comm -13 <("$python" tools/resolve.py --requirements "" | sort) <("$python" tools/resolve.py --requirements "$extra" | sort) \
     >"$work/requirements.in" # those of hpcrl are behind
 behind=$("$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/hpcrl

@@ -105,7 +105,7 @@ else
     { echo '```'; tail -n 40 "$log"; echo '```'; } | tee -a "$report"
 fi
 run "refit by NCCL" "$ranks" gpu.refit layouts
-run "training engine with Transformer Engine" 1 gpu.training transformer_engine
+run "training engine with Transformer Engine" 1 gpu.agreement transformer_engine
 
 line ""
 line "## TensorRT-LLM"

@@ -29,8 +29,8 @@ from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
+from tools.gpu.models import held, whole_weights
 from tools.gpu.outcome import Failed, Skip, require
-from tools.gpu.weights import held, whole_weights
 
 SHAPE = ModelShape(4, 512, 1024, 8, 4, 64, 1024)
 IDLE_SECONDS = float(os.environ.get("HPCRL_GPU_CHECK_IDLE_SECONDS", "600"))
@@ -92,10 +92,10 @@ class Job:
 
 @contextlib.contextmanager
 def job(world: World, tp: int, **rollout: Any) -> Iterator[Job]:
-    made = Job(world, tp, **rollout)
-    yield made
-    made.refit.close()
-    made.engine.close()
+    running = Job(world, tp, **rollout)
+    yield running
+    running.refit.close()
+    running.engine.close()
 
 
 def write_config(folder: Path, shape: ModelShape) -> None:
@@ -108,7 +108,7 @@ def hugging_face(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """Megatron's global tensors under Hugging Face's names."""
     groups, width = SHAPE.num_query_groups, SHAPE.head_dim
     queries = SHAPE.num_attention_heads // groups
-    found = {
+    weights = {
         "model.embed_tokens.weight": whole["embedding.word_embeddings.weight"][: SHAPE.vocab_size],
         "lm_head.weight": whole["output_layer.weight"][: SHAPE.vocab_size],
         "model.norm.weight": whole["decoder.final_layernorm.weight"],
@@ -118,9 +118,9 @@ def hugging_face(whole: dict[str, Tensor]) -> dict[str, Tensor]:
         qkv = whole[f"{source}self_attention.linear_qkv.weight"].view(groups, queries + 2, width, -1)
         parts = qkv.split([queries, 1, 1], dim=1)
         for name, part in zip("qkv", parts, strict=True):
-            found[f"{target}self_attn.{name}_proj.weight"] = part.flatten(0, 2)
+            weights[f"{target}self_attn.{name}_proj.weight"] = part.flatten(0, 2)
         gate, up = whole[f"{source}mlp.linear_fc1.weight"].chunk(2)
-        found |= {
+        weights |= {
             f"{target}self_attn.o_proj.weight": whole[f"{source}self_attention.linear_proj.weight"],
             f"{target}mlp.gate_proj.weight": gate,
             f"{target}mlp.up_proj.weight": up,
@@ -128,7 +128,7 @@ def hugging_face(whole: dict[str, Tensor]) -> dict[str, Tensor]:
             f"{target}input_layernorm.weight": whole[f"{source}input_layernorm.weight"],
             f"{target}post_attention_layernorm.weight": whole[f"{source}pre_mlp_layernorm.weight"],
         }
-    return found
+    return weights
 
 
 def expected_log_probs(
@@ -139,15 +139,15 @@ def expected_log_probs(
 
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder)).to(torch.bfloat16).cuda()
     model.load_state_dict({name: value.to(torch.bfloat16) for name, value in hugging_face(whole).items()})
-    found = []
+    per_request = []
     for request, completion in zip(REQUESTS, done, strict=True):
         prompt, tokens = list(request.prompt_ids), [int(token) for token in completion.token_ids]
         ids = torch.tensor([prompt + tokens], device="cuda")
         with torch.no_grad():
             logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
         log_probs = (logits / temperature).log_softmax(-1)
-        found.append(log_probs.gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).cpu())
-    return found
+        per_request.append(log_probs.gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).cpu())
+    return per_request
 
 
 def gap(done: list[Completion], expected: list[Tensor]) -> float:
@@ -173,48 +173,48 @@ def groups(world: World) -> str:
     """2. Two engines in one world."""
     if world.size < 2:
         raise Skip("two engines need two ranks, on two GPUs")
-    with job(world, world.size // 2) as made:
-        made.update(made.source(0))
-        found = world.all_gather_object(tokens(made.generate()))
-    require(all(each == found[0] for each in found), "two replicas of the same weights draw different greedy tokens")
+    with job(world, world.size // 2) as running:
+        running.update(running.source(0))
+        drawn = world.all_gather_object(tokens(running.generate()))
+    require(all(each == drawn[0] for each in drawn), "two replicas of the same weights draw different greedy tokens")
     return f"2 engines of tp {world.size // 2} draw the same greedy tokens"
 
 
 def oracle(world: World) -> str:
     """3. Refit writes what the engine's own loader writes, and the model is then the one of transformers."""
-    with job(world, min(world.size, 2)) as made:
+    with job(world, min(world.size, 2)) as running:
         whole = whole_weights(SHAPE)
-        made.update(made.source(0))
-        ours = {name: value.clone() for name, value in made.engine.weights().items()}
-        done = made.generate()
-        executor = made.engine._worker._executor
-        with made.engine.updating_weights():
-            for value in made.engine.weights().values():
+        running.update(running.source(0))
+        ours = {name: value.clone() for name, value in running.engine.weights().items()}
+        done = running.generate()
+        executor = running.engine._worker._executor
+        with running.engine.updating_weights():
+            for value in running.engine.weights().values():
                 value.zero_()  # else a reload() that does nothing would pass
             model_engine = executor.model_engine
             full = {name: value.to(world.device, torch.bfloat16) for name, value in hugging_face(whole).items()}
             model_engine.model_loader.reload(model_engine.model, full, allow_partial_loading=True)
-        theirs = dict(made.engine._worker.parameters())  # the model's own, which reload() may have put elsewhere
+        theirs = dict(running.engine._worker.parameters())  # the model's own, which reload() may have put elsewhere
         wrong = sum(world.all_gather_object([name for name in ours if not torch.equal(ours[name], theirs[name])]), [])
         require(not wrong, f"{len(wrong)} parameters differ from what reload() writes, such as {wrong[:1]}")
-        require(tokens(made.generate()) == tokens(done), "greedy tokens differ after reload() of the same weights")
-        folder = made.config.rollout.trtllm.model_dir
+        require(tokens(running.generate()) == tokens(done), "greedy tokens differ after reload() of the same weights")
+        folder = running.config.rollout.trtllm.model_dir
         assert folder is not None
-        found = gap(done, expected_log_probs(folder, whole, done, 1.0))
-    require(found < BF16_LOG_PROB, f"log-probs differ from transformers' by {found:.4f} on average")
-    return f"{len(ours)} parameters bitwise those of reload(); log-probs to {found:.4f} of transformers'"
+        difference = gap(done, expected_log_probs(folder, whole, done, 1.0))
+    require(difference < BF16_LOG_PROB, f"log-probs differ from transformers' by {difference:.4f} on average")
+    return f"{len(ours)} parameters bitwise those of reload(); log-probs to {difference:.4f} of transformers'"
 
 
 def repeat(world: World) -> str:
     """4. A hundred refits under CUDA graphs: the same tokens, and no memory more."""
-    with job(world, min(world.size, 2)) as made:
-        sources = [made.source(0), made.source(1)]
+    with job(world, min(world.size, 2)) as running:
+        sources = [running.source(0), running.source(1)]
         drawn: list[list[list[int]]] = [[], []]
         free = 0
         for count in range(100):
-            made.update(sources[count % 2])
+            running.update(sources[count % 2])
             if count % 25 < 2:
-                now = tokens(made.generate())
+                now = tokens(running.generate())
                 require(drawn[count % 2] in ([], now), f"refit {count} brought other weights than before")
                 drawn[count % 2] = now
             if count == 9:
@@ -227,15 +227,15 @@ def repeat(world: World) -> str:
 
 def idle(world: World) -> str:
     """5. Training takes minutes: the engine must not be taken for hung, nor its ranks spin."""
-    with job(world, min(world.size, 2)) as made:
-        made.update(made.source(0))
-        before = tokens(made.generate())
+    with job(world, min(world.size, 2)) as running:
+        running.update(running.source(0))
+        before = tokens(running.generate())
         used, until = time.process_time(), time.monotonic() + IDLE_SECONDS
         while time.monotonic() < until:
             time.sleep(1.0)
         share = (time.process_time() - used) / IDLE_SECONDS
         shares = world.all_gather_object(share)
-        require(tokens(made.generate()) == before, f"other tokens after {IDLE_SECONDS:.0f} s of idling")
+        require(tokens(running.generate()) == before, f"other tokens after {IDLE_SECONDS:.0f} s of idling")
     line = f"alive after {IDLE_SECONDS:.0f} s; cores used meanwhile: {', '.join(f'{each:.2f}' for each in shares)}"
     require(max(shares) < 0.5, f"{line}; try OMPI_MCA_mpi_yield_when_idle=1, which yields but still counts")
     return line
@@ -243,14 +243,14 @@ def idle(world: World) -> str:
 
 def sleep(world: World) -> str:
     """6. The KV cache goes and comes, and graphs still find it."""
-    with job(world, min(world.size, 2), kv_cache_gib=4.0, max_num_seqs=512) as made:
-        made.update(made.source(0))
-        before, free = tokens(made.generate()), torch.cuda.mem_get_info()[0]
-        made.engine.sleep()
+    with job(world, min(world.size, 2), kv_cache_gib=4.0, max_num_seqs=512) as running:
+        running.update(running.source(0))
+        before, free = tokens(running.generate()), torch.cuda.mem_get_info()[0]
+        running.engine.sleep()
         gained = torch.cuda.mem_get_info()[0] - free
-        made.update(made.source(0))  # the trainer's order: refit while asleep
-        made.engine.wake()
-        after = tokens(made.generate())
+        running.update(running.source(0))  # the trainer's order: refit while asleep
+        running.engine.wake()
+        after = tokens(running.generate())
     require(before == after, "other tokens after sleep, refit of the same weights, wake")
     require(gained > 0, "sleep gave no memory back")
     return f"sleep gave {gained / 2**30:.2f} GiB back; the same tokens after wake"
@@ -271,23 +271,28 @@ def fraction(world: World) -> str:
 def definition(world: World) -> str:
     """8. A log-prob is of the sampled token, after temperature, before top-k and top-p; ends stay in; aborts resume."""
     lines = []
-    with job(world, min(world.size, 2)) as made:
+    with job(world, min(world.size, 2)) as running:
         whole = whole_weights(SHAPE)
-        made.update(made.source(0))
-        folder = made.config.rollout.trtllm.model_dir
+        running.update(running.source(0))
+        folder = running.config.rollout.trtllm.model_dir
         assert folder is not None
         for temperature, top_k, top_p in ((1.0, -1, 1.0), (0.6, -1, 1.0), (1.3, 20, 0.9)):
             sampling = SamplingParams(32, temperature=temperature, top_k=top_k, top_p=top_p)
-            done = made.generate(sampling)
-            found = gap(done, expected_log_probs(folder, whole, done, temperature))
+            done = running.generate(sampling)
+            difference = gap(done, expected_log_probs(folder, whole, done, temperature))
             where = f"temperature {temperature}, top_k {top_k}, top_p {top_p}"
-            require(found < BF16_LOG_PROB, f"{where}: log-probs differ from the definition by {found:.4f} on average")
-            lines.append(f"{where}: {found:.4f}")
+            require(
+                difference < BF16_LOG_PROB,
+                f"{where}: log-probs differ from the definition by {difference:.4f} on average",
+            )
+            lines.append(f"{where}: {difference:.4f}")
             if temperature == 1.0:
-                require(tokens(made.generate(sampling)) == tokens(done), "the same seed draws other tokens")
-                require(tokens(made.generate(sampling, seed=1)) != tokens(done), "another seed draws the same tokens")
+                require(tokens(running.generate(sampling)) == tokens(done), "the same seed draws other tokens")
+                require(
+                    tokens(running.generate(sampling, seed=1)) != tokens(done), "another seed draws the same tokens"
+                )
                 ends = {int(completion.token_ids[5]) for completion in done}
-                stopped = made.generate(SamplingParams(32, eos_token_ids=tuple(sorted(ends))))
+                stopped = running.generate(SamplingParams(32, eos_token_ids=tuple(sorted(ends))))
                 for completion in stopped:
                     last = int(completion.token_ids[-1])
                     require((completion.finish_reason == "stop") == (last in ends), "an end token is not in the output")
@@ -298,17 +303,17 @@ def definition(world: World) -> str:
             return len(asked) == 3
 
         long = SamplingParams(60, temperature=1.0)
-        aborted = made.engine.generate(REQUESTS, long, seed=0, step=0, should_abort=soon)
+        aborted = running.engine.generate(REQUESTS, long, seed=0, step=0, should_abort=soon)
         cut = [done for done in aborted if done.finish_reason == "abort"]
         rest = [
             Request(request.prompt_ids, request.uid, prefix_ids=done.token_ids)
             for request, done in zip(REQUESTS, aborted, strict=True)
             if done.finish_reason == "abort"
         ]
-        finished = made.engine.generate(rest, long, seed=0, step=0)
+        finished = running.engine.generate(rest, long, seed=0, step=0)
         for first, second in zip(cut, finished, strict=True):
             require(len(first.token_ids) + len(second.token_ids) == 60, "an aborted response did not resume to its end")
-        kept = sum(len(done.token_ids) for done in cut)
+        num_tokens = sum(len(done.token_ids) for done in cut)
     if not cut:
         raise Failed("nothing was under way when it was aborted; the model is too fast for this check")
-    return "; ".join([*lines, f"{len(cut)} responses aborted with {kept} tokens and resumed"])
+    return "; ".join([*lines, f"{len(cut)} responses aborted with {num_tokens} tokens and resumed"])

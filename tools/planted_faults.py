@@ -51,7 +51,7 @@ FAULTS = [
         "kernels/vocabulary.py",
         "            dist.all_reduce(sums, group=self.group)",
         "            pass",
-        2,
+        4,
         "tests/mpi/test_training.py::test_layouts_agree_on_recorded_rollouts",
     ),
     Fault(
@@ -60,7 +60,7 @@ FAULTS = [
         "workers/model_worker.py",
         "num_tokens, num_sequences = self.sum_over_replicas(counts).tolist()",
         "num_tokens, num_sequences = counts.tolist()",
-        2,
+        4,
         "tests/mpi/test_training.py::test_layouts_agree_on_recorded_rollouts",
     ),
     Fault(
@@ -824,9 +824,9 @@ def copied(copy: Path) -> Path:
     if not (copy / "hpcrl" / "kernels").exists():
         (copy / "hpcrl" / "kernels").symlink_to("../kernels")
     code = [sys.executable, "-c", "import hpcrl; print(hpcrl.__file__)"]
-    found = subprocess.run(code, cwd=copy, env=environment(copy), check=True, capture_output=True, text=True).stdout
-    if Path(found.strip()) != copy / "hpcrl" / "__init__.py":
-        sys.exit(f"planted_faults.py: the copy imports {found.strip()}; expected its own hpcrl")
+    imported = subprocess.run(code, cwd=copy, env=environment(copy), check=True, capture_output=True, text=True).stdout
+    if Path(imported.strip()) != copy / "hpcrl" / "__init__.py":
+        sys.exit(f"planted_faults.py: the copy imports {imported.strip()}; expected its own hpcrl")
     return copy
 
 

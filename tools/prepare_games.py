@@ -66,10 +66,10 @@ def main() -> None:
         "val": [row(index, "val") for index in range(args.val_rows)],
         "sft": [row(i, "sft") | {"messages": played(kind(side=4, steps=6), rng)} for i in range(args.rows)],
     }
-    for split, made in rows.items():
+    for split, rows_of_split in rows.items():
         path = args.out / f"{NAME}_{split}.parquet"
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), path)
-        print(f"{path}: {len(made)} rows")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows_of_split), path)
+        print(f"{path}: {len(rows_of_split)} rows")
 
 
 if __name__ == "__main__":

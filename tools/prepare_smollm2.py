@@ -121,8 +121,8 @@ def make_tokenizer(fields: dict[str, Any]) -> Any:
     """The byte-level BPE of GGUF's metadata; its pre-tokenizer `smollm` splits off each digit, then as GPT-2 does."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    if (found := fields["tokenizer.ggml.pre"]) != "smollm":
-        raise BadInput(f"pre-tokenizer {found!r} in the GGUF file, expected 'smollm'")
+    if (kind_of_pieces := fields["tokenizer.ggml.pre"]) != "smollm":
+        raise BadInput(f"pre-tokenizer {kind_of_pieces!r} in the GGUF file, expected 'smollm'")
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))

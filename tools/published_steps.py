@@ -159,11 +159,11 @@ def lengths_of(row: Mapping[str, Any], sigma: float) -> Lengths:
     low, high = float(response), 100.0 * longest
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
-        found = Lengths.log_normal(prompt, middle, sigma, longest)
-        low, high = (middle, high) if found.response < response else (low, middle)
+        lengths = Lengths.log_normal(prompt, middle, sigma, longest)
+        low, high = (middle, high) if lengths.response < response else (low, middle)
         if high / low < 1 + NEAR:
             break
-    return found
+    return lengths
 
 
 def figures_of(row: Mapping[str, Any], tree: Mapping[str, Any]) -> Iterator[Figure]:

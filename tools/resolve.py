@@ -1,6 +1,7 @@
 """Resolve hpcrl's requirements for this interpreter: name==version lines on stdout, what pip downloads on stderr.
 
     .venv/bin/python tools/resolve.py cpu,test >pinned.txt
+    python3 tools/resolve.py --requirements gpu,wandb >requirements.in      only setup.py's; "" for those of hpcrl only
 
 A torch that is installed stays where setup.py's range admits it. Without a GPU, a CPU build that pip can see (a wheel
 among PIP_FIND_LINKS, PyTorch's CPU index) is preferred to PyPI's, which brings CUDA. triton is the one that torch asks
@@ -12,10 +13,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import ssl
 import subprocess
 import sys
+import types
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -35,6 +38,24 @@ def main(extras: str) -> None:
     packages = [each for each in resolve(f"{ROOT}[{extras}]", constraints) if each["metadata"]["name"] != "hpcrl"]
     say(packages)
     print("\n".join(f"{each['metadata']['name']}=={each['metadata']['version']}" for each in packages))
+
+
+def requirements(extras: str) -> None:
+    """Print setup.py's requirements of hpcrl and of extras, one a line, for tools that may not build a package."""
+    about: dict[str, Any] = {}
+    setuptools: Any = types.ModuleType("setuptools")
+    setuptools.setup = about.update
+    setuptools.find_packages = lambda **_: []
+    setuptools.build_py = object
+    sys.modules["setuptools"] = sys.modules["setuptools.command.build_py"] = setuptools
+    os.chdir(ROOT)
+    runpy.run_path("setup.py")
+    known = about["extras_require"] | {"": []}
+    if unknown := [extra for extra in extras.split(",") if extra not in known]:
+        print(f"resolve: error: setup.py has no extra {unknown[0]!r}; it has {', '.join(known)}", file=sys.stderr)
+        sys.exit(2)
+    listed = [*about["install_requires"], *(line for extra in extras.split(",") for line in known[extra])]
+    print("\n".join(dict.fromkeys(listed)))
 
 
 def torch_range() -> str:
@@ -121,4 +142,7 @@ def size(url: str) -> int:
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "--requirements":
+        requirements(sys.argv[2])
+    else:
+        main(sys.argv[1])

@@ -38,8 +38,8 @@ def main() -> int:
             lines += [f"echo '== {args.page}:{block.line}, after '$SECONDS' s'", block.text]
     script = folder / "page.sh"
     script.write_text("\n".join([*lines, f"echo '== {args.page} ends after '$SECONDS' s, in {folder}'", ""]))
-    kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("PIP_")}
-    environment = kept | {"HOME": str(folder / "home")}
+    variables = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("PIP_")}
+    environment = variables | {"HOME": str(folder / "home")}
     return subprocess.run(["bash", script], cwd=folder / "hpcrl", env=environment, stdin=subprocess.DEVNULL).returncode
 
 

@@ -75,7 +75,7 @@ def main() -> int:
 
 def jobs(configs: Path) -> list[Job]:
     """Warm starts first, then PPO, because other jobs begin with their weights."""
-    found = []
+    jobs_of_templates = []
     for path in sorted(
         configs.glob("*_cpu.yaml"),
         key=lambda path: (not path.name.startswith(("sft", "rm")), not path.name.startswith("ppo_"), path.name),
@@ -87,18 +87,18 @@ def jobs(configs: Path) -> list[Job]:
         last = [f"trainer.total_training_steps={STEPS}"] if command == "train" else []
         ranks = 4 if name in FOUR_RANKS else 2
         run = name.removesuffix("_cpu")
-        found.append(Job(name, command, name, ranks, (*EVERY, *SMALL[command], *last), run))
+        jobs_of_templates.append(Job(name, command, name, ranks, (*EVERY, *SMALL[command], *last), run))
     base = (*EVERY, *SMALL["train"], "run.name=resumed", "trainer.save_freq=3", "critic.ppo_mini_batch_size=4")
     for name, steps in (("stopped", 3), ("resumed", STEPS)):
         overrides = (*base, f"trainer.total_training_steps={steps}")
-        found.append(Job(name, "train", "ppo_countdown_cpu", 2, overrides, "resumed"))
-    return found
+        jobs_of_templates.append(Job(name, "train", "ppo_countdown_cpu", 2, overrides, "resumed"))
+    return jobs_of_templates
 
 
 def record(checkout: Path, out: Path, names: list[str]) -> int:
     results = {}
     chosen = jobs(checkout / "configs")
-    wanted = [job for job in chosen if not names or job.name in names or job.command in ("sft", "rm")]
+    selected = [job for job in chosen if not names or job.name in names or job.command in ("sft", "rm")]
     with tempfile.TemporaryDirectory(prefix="same_") as folder:
         work = Path(folder)
         (work / "configs").symlink_to(checkout / "configs")
@@ -107,7 +107,7 @@ def record(checkout: Path, out: Path, names: list[str]) -> int:
         environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
         prepare = [str(python), str(checkout / "tools" / "prepare_countdown.py"), "--out", "data/countdown"]
         subprocess.run(prepare, cwd=work, env=environment, check=True, stdout=subprocess.DEVNULL)
-        for job in wanted:
+        for job in selected:
             start = time.monotonic()
             line = [str(python.with_name("mpiexec")), "-n", str(job.ranks), str(python), "-m", "hpcrl", job.command]
             line += [f"configs/{job.template}.yaml", *job.overrides]

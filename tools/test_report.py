@@ -58,8 +58,8 @@ def main() -> int:
     for (name, test), (wall, cpu) in sorted(by_test.items(), key=lambda each: -each[1][0])[:10]:
         print(f"{wall:>8.1f} {cpu:>8.1f}   {name}: {test}")
     if arguments.write_budgets:
-        found = {file: max(1, round(cpu)) for file, cpu in sorted(by_file.items()) if cpu > LEAST / 2}
-        BUDGETS.write_text(HEADER + yaml.safe_dump(found))
+        budgets = {file: max(1, round(cpu)) for file, cpu in sorted(by_file.items()) if cpu > LEAST / 2}
+        BUDGETS.write_text(HEADER + yaml.safe_dump(budgets))
         return 1 if failed else 0
     over = above_budget(by_file, yaml.safe_load(BUDGETS.read_text()) or {})
     for file, limit in over.items():

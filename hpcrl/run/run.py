@@ -225,7 +225,7 @@ class Run:
         if self.unlogged is not None:
             final = self._close_step(self.step)
         if self.step < self.last_step and not self.is_complete:
-            log.info("step %d of %d begins", self.step + 1, self.total_steps)  # tools/bench_start.py searches for it
+            log.info("step %d of %d begins", self.step + 1, self.total_steps)  # tools/bench start searches for it
         while self.step < self.last_step and not self.is_complete:
             step, source = self.step + 1, self.rollouts
             can_repeat = source is not None and source.can_repeat

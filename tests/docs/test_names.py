@@ -65,6 +65,16 @@ def test_what_is_named_exists(named: Callable[[str], Iterator[str]], exists: Cal
     assert not missing, "\n".join(missing)
 
 
+def test_each_tool_has_its_line() -> None:
+    """What for, and how to run it, in tools/README.md."""
+    folder = ROOT / "tools"
+    tools = {path.name for path in folder.iterdir() if path.suffix in (".py", ".sh") or any(path.glob("*.*"))}
+    lines = re.findall(
+        r"^\| `([\w.]+)` \| .+ \| .+ \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(lines) == sorted(tools - {"__pycache__"})
+
+
 def sources() -> Iterator[Path]:
     yield ROOT / "README.md"
     for folder in FOLDERS:

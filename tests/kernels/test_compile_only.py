@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.kernel_cases import MODULES
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,18 +26,15 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_kernels_compile_and_spill_nothing(tmp_path: Path, options: str, most_registers: int, most_shared: int) -> None:
-    """As `tools/bench_kernels.py --compile-only` says it."""
+    """As `tools/bench kernels --compile-only` says it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tools" / "bench_kernels.py"), "--compile-only", "--chips", *options.split()]
+    command = [sys.executable, str(ROOT / "tools" / "bench"), "kernels", "--compile-only", "--chips", *options.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     num_chips = len(re.findall(r"\b(?:sm|gfx)", options))
     rows = re.findall(r"^(\w+) .*?" + r"\s+(\d+|-)" * 3 * num_chips + r"\s+[\d.]+$", done.stdout, re.MULTILINE)
-    assert {row[0] for row in rows} == {path.stem for path in ROOT.glob("tools/kernel_cases/*.py")} - {
-        "case",
-        "variants",
-    }
+    assert {row[0] for row in rows} == MODULES.keys()
     compiled = [(name, [int(it) for it in numbers if it != "-"]) for name, *numbers in rows]
     for name, numbers in compiled:
         if numbers:  # chips without 8-bit products leave some out

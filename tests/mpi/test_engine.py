@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
@@ -85,13 +85,26 @@ class Policy:
 
 
 @pytest.fixture(scope="module")
-def policy(groups: dict[str, RoleGroups]) -> Callable[[ModelShape], Policy]:
-    return cache(partial(Policy, groups["alone"]))
+def policy(world: World, groups: dict[str, RoleGroups]) -> Callable[[ModelShape], Policy]:
+    """Rank 0 computes it for all."""
+    return cache(lambda shape: world.broadcast_object(Policy(groups["alone"], shape) if world.rank == 0 else None))
 
 
-# On 4 ranks a mixture, which has a dense layer too, says what dense models would, and 2 ranks have said what latent
-# attention and one kind of parallelism do to each size; these have what they have not.
-OF_FOUR = {
+# Data parallelism knows no layers and a stage no kinds of them: where two models have said it, others meet what slices
+# them. On 4 ranks a mixture, which has a dense layer too, says what dense models would, and 2 ranks have said what
+# latent attention and one kind of parallelism do to each size; these have what they have not. One rank alone is
+# compared with itself in micro-batches.
+CHOSEN: dict[int, dict[str, tuple[str, ...]]] = {
+    1: dict.fromkeys(("tied", "mixture", "deepseek", "gpt-oss"), ()),
+    2: {
+        "tied": ("tp2", "pp2", "pp2vpp2"),
+        "deepseek": ("tp2", "cp2", "pp2vpp2", "ep2", "etp2", "tp2ep2"),
+        "delta": ("tp2", "pp2vpp2"),
+        "gpt-oss": ("tp2", "cp2", "pp2vpp2", "etp2", "tp2ep2"),
+        "hybrid": ("tp2", "pp2vpp2", "etp2", "tp2ep2"),
+    },
+}
+CHOSEN[4] = {
     "mixture": (
         *("tp2dp2", "tp2pp2", "tp2cp2", "pp2cp2vpp2", "tp2pp2vpp2"),
         *("ep2", "tp2ep4", "tp2ep2etp2", "pp2ep2", "cp2ep2", "pp2vpp2ep2"),
@@ -101,6 +114,7 @@ OF_FOUR = {
     "deepseek": ("tp2pp2", "tp2cp2", "tp2ep2etp2", "pp2vpp2ep2"),
     "delta": ("tp4",),
     "gpt-oss": ("tp2cp2", "tp2ep2etp2"),
+    "hybrid": ("tp4", "tp2pp2vpp2", "tp2ep2etp2", "pp2vpp2ep2"),
 }
 QUICK = {  # the others are slow; on 2 ranks so are a mixture's and latent attention's others
     2: {
@@ -114,7 +128,7 @@ QUICK = {  # the others are slow; on 2 ranks so are a mixture's and latent atten
 
 
 def case(name: str, layout: str, size: int) -> list[pytest.MarkDecorator]:
-    if size == 4 and layout not in OF_FOUR.get(name, (layout,)):
+    if layout not in CHOSEN[size].get(name, (layout,)):
         return [pytest.mark.exhaustive]
     quick = QUICK.get(size, {}).get(name, () if size == 4 else (layout,))
     return [] if layout in quick else [pytest.mark.slow]
@@ -156,11 +170,13 @@ def test_policy_is_that_of_one_rank(groups, policy, layout, shape):
 
 
 @pytest.fixture(scope="module")
-def critic(groups: dict[str, RoleGroups]) -> tuple[torch.Tensor, OneRank]:
-    """Of one rank: values of the whole batch, and its training."""
-    engine, batch = value_engine(groups["alone"]), make_batch()
-    values = engine.values(batch, max_tokens=10_000)["values"]
-    return values, OneRank(engine, batch, value_loss)
+def critic(world: World, groups: dict[str, RoleGroups]) -> tuple[torch.Tensor, OneRank]:
+    """Of rank 0 by itself: values of the whole batch, and its training."""
+    results = None
+    if world.rank == 0:
+        engine, batch = value_engine(groups["alone"]), make_batch()
+        results = engine.values(batch, max_tokens=10_000)["values"], OneRank(engine, batch, value_loss)
+    return world.broadcast_object(results)
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.values[0] in (*SIZES[2], *SOME)])

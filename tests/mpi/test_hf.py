@@ -38,7 +38,7 @@ CASES = [(name, layout) for name, layout in CASES if name not in STATES or "cp" 
 # Families differ in the tensors that are sliced: on 2 ranks each is sliced by rows, and by experts where it has any.
 # Two of them meet every layout of 2 ranks, and share those of 4 in which weights are sliced in two ways.
 EVERYWHERE = ("llama-3.1", "qwen3-moe")
-SLICED = ("single", "tp2", "tp2ep2")
+SLICED = {1: (), 2: ("tp2", "tp2ep2")}
 MORE = (
     *(("qwen2-tied", "pp2vpp2"), ("deepseek-v3", "pp2vpp2")),
     *(("qwen2-tied", "tp2pp2"), ("deepseek-v3", "tp2ep2etp2")),
@@ -53,8 +53,8 @@ def case(name: str, layout) -> object:
     if size == 4:
         shared = EVERYWHERE[OF_FOUR.index(layout) % 2 if layout in LAYOUTS else 1]
         usual = name == shared and place not in UNSLICED
-    else:
-        usual = name in EVERYWHERE or (place in SLICED and (place != "tp2" or name not in EXPERTS))
+    else:  # what a family's tensors are is seen where they are sliced
+        usual = name in EVERYWHERE or (place in SLICED[size] and (place != "tp2" or name not in EXPERTS))
     if not usual and (name, place) not in MORE:
         marks.append(pytest.mark.exhaustive)
     elif place not in QUICK[size] or (name, place) in MORE or name in ("deepseek-v2", "deepseek-v2-lite"):
@@ -96,13 +96,14 @@ def add_further_layers(folder: Path) -> None:
 
 
 def check(worker: ModelWorker, batch: DataProto, theirs: transformers.PreTrainedModel) -> None:
-    """That the replica's samples get the log-probs that `theirs` gives them."""
-    mine = part_of(batch, worker.groups)
+    """That the replica's samples get the log-probs that `theirs` gives them. Its TP and CP ranks, which have all of
+    them, share the rows."""
+    mine, coord, layout = part_of(batch, worker.groups), worker.groups.coord, worker.groups.layout
     found = worker.engine.log_probs(mine, max_tokens=60, temperature=1.0)
     if not worker.groups.is_last_stage:
         return
     ids, log_probs = mine.fetch("input_ids"), found["log_probs"]
-    for row in range(len(mine)):
+    for row in range(coord.cp * layout.tp + coord.tp, len(mine), layout.tp * layout.cp):
         sequence, ours = torch.from_numpy(ids.row(row)).long(), torch.from_numpy(log_probs.row(row))
         with torch.no_grad():
             logits = theirs(sequence.unsqueeze(0)).logits[0].float()

@@ -80,9 +80,9 @@ def case(
     ("layout", "shape", "lora"),
     [
         case(1, "single", SHAPE),
-        case(1, "single", MIXTURE, mark=SLOW),
+        case(1, "single", MIXTURE, mark=EXHAUSTIVE),
         case(2, "tp2", SHAPE),
-        case(2, "pp2", SHAPE, mark=SLOW),
+        case(2, "pp2", SHAPE, mark=EXHAUSTIVE),
         case(2, "tp2", TIED, SOME, mark=SLOW),
         case(2, "tp2", MIXTURE, mark=EXHAUSTIVE),
         case(2, "ep2", MIXTURE, mark=SLOW),
@@ -192,7 +192,7 @@ def test_resumed_in_another_layout(groups, layout, other, shape, world_tmp_path:
     ("name", "layout"),
     [
         pytest.param("llama-3.1", "tp2", marks=pytest.mark.world(2)),
-        pytest.param("qwen2", "pp2", marks=[pytest.mark.world(2), SLOW]),
+        pytest.param("qwen2", "pp2", marks=[pytest.mark.world(2), EXHAUSTIVE]),
         pytest.param("mixtral", "etp2", marks=[pytest.mark.world(2), SLOW]),
         pytest.param("llama", "tp2pp2", marks=[pytest.mark.world(4), EXHAUSTIVE]),
         pytest.param("qwen3.5", "tp2", marks=[pytest.mark.world(2), SLOW]),

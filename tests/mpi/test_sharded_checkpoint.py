@@ -57,9 +57,9 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
 LOADED = {
     "adam": (ADAM, SHAPE, SOME, 5),
     "adam-tied": (ADAM, TIED, ("single", "pp2", "pp2vpp2"), 4),
-    "sgd": (SGD, SHAPE, ("single", "dp2", "tp2dp2"), 4),
-    "delta": (ADAM, DELTA, ("tp2",), 1),
-    "hybrid": (ADAM, HYBRID, ("tp2",), 1),
+    "sgd": (SGD, SHAPE, ("single", "dp2"), 4),
+    "delta": (ADAM, DELTA, ("tp2",), 2),
+    "hybrid": (ADAM, HYBRID, ("tp2",), 2),
     "adam-everywhere": (ADAM, SHAPE, (), 1),
 }
 

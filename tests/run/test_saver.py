@@ -196,7 +196,7 @@ def test_a_slow_save_for_which_all_wait_is_no_hang(tmp_path: Path) -> None:
 def test_an_asynchronous_save_blocks_the_loop_for_a_copy_or_a_quarter_of_a_synchronous_one(tmp_path: Path) -> None:
     """Both in one run, of a model of 160 MB. The least of five each, as other work on the machine only adds to them. A
     disk that is nearly as fast as memory writes the copy in less than four times the time that it takes to make it."""
-    bench = [sys.executable, str(REPOSITORY / "tools" / "bench_checkpoint.py"), "--json", "--layers", "3"]
+    bench = [sys.executable, str(REPOSITORY / "tools" / "bench"), "checkpoint", "--json", "--layers", "3"]
     command = [str(MPIEXEC), "-n", "2", *bench, "--folder", str(tmp_path)]
     ended = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     found = json.loads(ended.stdout.splitlines()[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,15 @@ OF_REPLICAS = (
     "compute_advantage",
     "write",
 )  # the first rank of each replica of the actor runs them, all others run everywhere
+# Each phase is interrupted in CI by a kill or by a stop, and under --exhaustive by both.
+KILLED_IN = ("generate", "compute_log_prob", "compute_advantage", "update_actor", "generate.val", "begin_save")
+STOPPED_IN = ("generate", "score", "compute_values", "update_critic", "update_weights", "write", "generate.val")
 OTHER_STEP = {"update_weights": "any", "begin_save": "any", "generate.val": "0"}
 
 
-def places(folder: Path) -> list[Path]:
+def places(folder: Path, phases: Sequence[str]) -> list[Path]:
     """One file to hold a rank by for each phase; those of the n-th one in step n, so that each step has one."""
-    return [folder / "hold" / f"{OTHER_STEP.get(phase, index + 1)}.{phase}" for index, phase in enumerate(PHASES)]
+    return [folder / "hold" / f"{OTHER_STEP.get(phase, index + 1)}.{phase}" for index, phase in enumerate(phases)]
 
 
 def rank_for(place: Path, number: int, ranks: int) -> int:

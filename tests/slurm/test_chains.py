@@ -20,10 +20,10 @@ from tests.runtime.conftest import REPOSITORY
 from tests.slurm.conftest import Lab
 from tests.slurm.small_ppo import hold, lines
 
-LINKS = {  # command -> where it is killed, and where its time ends
-    "sft": ("2.update", "3.update"),
-    "preference": ("1.update", "3.update"),  # before its first checkpoint, and after step 2
-    "train": ("2.update_actor", "3.update_actor"),
+LINKS = {  # command -> where it is cut, and how: preference before its first checkpoint
+    "sft": {"3.update": "time limit"},
+    "preference": {"1.update": "kill"},
+    "train": {"2.update_actor": "kill", "3.update_actor": "time limit"},
 }
 HELD_JOB = str(Path(__file__).with_name("held_job.py"))
 
@@ -88,7 +88,7 @@ def states(lab: Lab, folder: Path, run: str) -> list[str]:
 
 
 def run_whole_and_cut(lab: Lab, folder: Path, links: Mapping[str, Sequence[str]]) -> None:
-    """Run the chain twice, the second time with one kill and one time limit in each link; nothing is submitted again.
+    """Run the chain twice, the second time with a kill, a time limit or both in each link; nothing is submitted again.
     Metrics are equal."""
     (folder / "hold").mkdir()
     more = {"PYTHONPATH": str(REPOSITORY), "HOLD_FOLDER": str(folder / "hold"), "HOME": str(folder)}
@@ -96,24 +96,26 @@ def run_whole_and_cut(lab: Lab, folder: Path, links: Mapping[str, Sequence[str]]
     lab = Lab(lab.folder, lab.env | more | {"HPCRL_START_TRIES": "9"})
     for job in submit(lab, folder, "whole", links):
         assert lab.wait(job) == "COMPLETED", said(folder)
-    places = {command: [folder / "hold" / name for name in names] for command, names in LINKS.items()}
     jobs = dict(zip(LINKS, submit(lab, folder, "cut", links), strict=True))
     for number, (command, job) in enumerate(jobs.items()):
-        os.kill(hold(lab, job, places[command][0], number // 2), signal.SIGKILL)
-        lab.until(lambda job=job: lab.restarts(job) == 1, "requeued after a kill", job)
-        hold(lab, job, places[command][1], 0)
-        found = states(lab, folder, "cut_preference")
-        assert found == ["done"] * number + ["running"] + ["waiting"] * (2 - number)
-        lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
-        lab.until(lambda job=job: lab.restarts(job) == 2, "requeued at its time limit", job)
-        lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+        for count, (name, cut) in enumerate(LINKS[command].items(), 1):
+            pid = hold(lab, job, folder / "hold" / name, number // 2 if cut == "kill" else 0)
+            if count == len(LINKS[command]):
+                found = states(lab, folder, "cut_preference")
+                assert found == ["done"] * number + ["running"] + ["waiting"] * (2 - number)
+            if cut == "kill":
+                os.kill(pid, signal.SIGKILL)
+            else:
+                lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+            lab.until(lambda job=job, count=count: lab.restarts(job) == count, f"requeued after a {cut}", job)
+            lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
         assert lab.wait(job) == "COMPLETED", said(folder)
-        for place in places[command]:
-            place.unlink()
+        for name in LINKS[command]:
+            (folder / "hold" / name).unlink()
     assert states(lab, folder, "cut_sft") == ["done"] * 3
     for command in LINKS:
         cut, whole = (folder / "runs" / f"{name}_{command}" for name in ("cut", "whole"))
-        assert len(json.loads((cut / "slices.json").read_text())) == 3
+        assert len(json.loads((cut / "slices.json").read_text())) == 1 + len(LINKS[command])
         assert lines(cut) == lines(whole), command
 
 

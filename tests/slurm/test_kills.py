@@ -14,6 +14,7 @@ from hpcrl.runtime.rank_status import read_heartbeat
 from tests.run.test_hangs import STEP, STOPPED, WITHIN, assert_verdict
 from tests.slurm.conftest import Lab
 from tests.slurm.small_ppo import (
+    KILLED_IN,
     PHASES,
     environment,
     hold,
@@ -29,24 +30,30 @@ PATIENCE = {"publish_seconds": 0.5, "min_seconds": 6.0, "factor": 2.0, "first_se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reuse", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("phases", "reuse"),
+    [
+        pytest.param(KILLED_IN, False, id="chosen"),
+        pytest.param(PHASES, False, id="all", marks=pytest.mark.exhaustive),
+        pytest.param(PHASES, True, id="all-reuse", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_kill_costs_what_came_after_the_last_checkpoint(
-    lab: Lab, unbroken: Path, tmp_path: Path, reuse: bool
+    lab: Lab, unbroken: Path, tmp_path: Path, phases: tuple[str, ...], reuse: bool
 ) -> None:
-    """`kill -9` of some rank in each phase; what is drawn again is bit for bit the same, and the metrics with it."""
+    """`kill -9` of some rank in phases of a step; what is drawn again is bit for bit the same, and the metrics with it.
+    --exhaustive has all phases; tests/slurm/test_slices.py stops a run in those that are not here."""
     lab = environment(lab, tmp_path)
     lab = Lab(lab.folder, lab.env | {"HPCRL_MAX_RESTARTS": "0"})
     script = write_job(tmp_path, trainer={"reuse_rollouts": reuse})
     ranks = random.Random(2026)
-    for place in places(tmp_path):
+    for place in places(tmp_path, phases):
         job = lab.sbatch([*of_ranks(2), script, "killed"], cwd=tmp_path)
         os.kill(hold(lab, job, place, rank_for(place, ranks.randrange(2), ranks=2)), signal.SIGKILL)
         assert lab.wait(job) == "FAILED", place.name
     job = lab.sbatch([*of_ranks(2), script, "killed"], cwd=tmp_path)
     assert lab.wait(job) == "COMPLETED", (tmp_path / "job.out").read_text()
-    assert (tmp_path / "job.out").read_text().count("resuming after step") == len(
-        PHASES
-    ) - 1  # in step 1 there was none
+    assert (tmp_path / "job.out").read_text().count("resuming after step") == len(phases) - 1  # in step 1 none
     killed, whole = lines(tmp_path / "runs" / "killed"), lines(unbroken)
     if reuse:
         assert largest_difference(killed, whole) < 1e-4

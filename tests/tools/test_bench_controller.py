@@ -1,4 +1,5 @@
-"""A small run of tools/bench_controller.py: what passes through rank 0, and what moves from leader to leader."""
+"""A small run of tools/bench controller: what passes through rank 0, and what moves from leader to leader. Its stubs
+are registered as the workers that they stand for."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.roles import ACTOR, CRITIC, REF, REFIT, ROLLOUT, SCORER
 from hpcrl.controller.controller import replica_column
 from hpcrl.run.rollouts.choice import assign_to_replicas
 
@@ -25,7 +28,7 @@ COLUMN_AND_MESSAGE = 512  # bytes, at most, of a column in a message besides its
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """A row for each number of tokens, of the second of two steps."""
     path = tmp_path_factory.mktemp("bench") / "found.json"
-    command = [sys.executable, str(TOOLS / "bench_controller.py"), "--ranks", str(RANKS), "--samples", str(SAMPLES)]
+    command = [sys.executable, str(TOOLS / "bench"), "controller", "--ranks", str(RANKS), "--samples", str(SAMPLES)]
     command += ["--tokens", *map(str, TOKENS), "--algorithms", "grpo", "--steps", "1", "--json", str(path)]
     subprocess.run(command, check=True, timeout=250, stdout=subprocess.DEVNULL)  # fails if a rank has imported torch
     (result,) = json.loads(path.read_text())["results"]
@@ -48,7 +51,7 @@ def test_columns_move_once_from_leader_to_leader(
     short, middle, long = (row["row_bytes"] for row in measured)
     assert long - middle == pytest.approx(middle - short, abs=16 * RANKS)
     monkeypatch.syspath_prepend(str(TOOLS))
-    tool = import_module("bench_controller")
+    tool = import_module("bench.controller")
     for row in measured:
         planned, num_moved = _planned(tool, tool.Case("grpo", SAMPLES, row["tokens"], 1))
         offsets = 4 * 8 * num_moved
@@ -73,3 +76,13 @@ def _planned(tool: Any, case: Any) -> tuple[int, int]:
     moves = owner != np.array(actor.leaders)[batch.samples[replica_column(actor.dp)]]
     prompts, responses = batch.samples["prompt_length"][moves], batch.samples["response_length"][moves]
     return int(4 * (prompts + 4 * responses).sum()), int(moves.sum())
+
+
+@pytest.mark.parametrize("spec", [ACTOR, REF, CRITIC, ROLLOUT, SCORER, REFIT], ids=lambda spec: spec.name)
+def test_stubs_are_registered_as_the_workers(spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    stub, worker = import_module("bench.controller").STUBS[spec.name], resolve_name(spec.worker)
+    methods = [name for name, method in vars(stub).items() if hasattr(method, "registration")]
+    assert methods
+    for name in methods:
+        assert getattr(stub, name).registration == getattr(worker, name).registration

@@ -1,4 +1,4 @@
-"""tools/bench_layouts.py writes lines that tools/compare_layouts.py compares."""
+"""tools/bench layouts writes lines that tools/compare_layouts.py compares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tool(name: str, *arguments: object) -> str:
 def test_times_of_a_known_machine_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     import compare_layouts
-    from layout_cases import cases
+    from bench.layouts import cases
 
     base = cpu()
     true = base.model_copy(update={"efficiency": EFFICIENCY})
@@ -58,9 +58,9 @@ def test_recorded_layouts_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None
     which some groups miss; these bounds are what the model reaches now, with room for its next change."""
     monkeypatch.syspath_prepend(str(TOOLS))
     import compare_layouts
-    from bench_layouts import read
+    from bench.harness import read_lines
 
-    measured = compare_layouts.measurements(read(DOCS / "layouts.jsonl"))
+    measured = compare_layouts.measurements(read_lines(DOCS / "layouts.jsonl"))
     held_out, _ = compare_layouts.compared(measured, read_machine(str(DOCS / "layouts_machine.yaml")))
     assert len(held_out) == 184
     assert median(abs(it.error) for it in held_out) < 0.15
@@ -80,15 +80,15 @@ def test_recorded_layouts_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_recorded_layout_takes_more_memory_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     import compare_layouts
-    from bench_layouts import read
+    from bench.harness import read_lines
 
-    shares = compare_layouts.memory(read(DOCS / "layouts.jsonl"))
+    shares = compare_layouts.memory(read_lines(DOCS / "layouts.jsonl"))
     assert len(shares) > 300
     assert max(shares.values()) < 1.1
 
 
 def phases_of(case, machine: Machine) -> dict[str, list[float]]:
-    from bench_layouts import config_of
+    from bench.layouts import config_of
     from compare_layouts import lengths_of
 
     from hpcrl.forecast.memory.memory import TrainingPlan
@@ -102,7 +102,7 @@ def test_a_case_is_measured(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     case = "dense grpo log-normal: dp, engine tp1"
     for _ in range(2):  # the second call has nothing left to do
-        tool("bench_layouts.py", "--out", lines, "--repeats", 1, "--only", f"^{case}$")
+        tool("bench", "layouts", "--out", lines, "--repeats", 1, "--only", f"^{case}$")
     (timed,) = (json.loads(line) for line in lines.read_text().splitlines())
     assert timed["case"] == case
     assert {"gen", "old_log_prob", "update_actor", "step"} <= set(timed["phases"])

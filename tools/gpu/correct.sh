@@ -30,14 +30,14 @@ beside check "kernels against references, the others" 100 "${one[@]}" "${kernels
 for part in 1 2 3; do
     beside check "memory of kernels, part $part" 100 "${one[@]}" -m tools.gpu.sanitizer "$part" 3
 done
-beside run "native engine, CUDA graphs, before and after sleep" 100 native graphs
+beside run "native engine, CUDA graphs, before and after sleep" 100 agreement graphs
 beside run "GRPO, bf16" 100 runs grpo_bf16
-beside run "training engine, bf16" 100 training bf16
+beside run "training engine, bf16" 100 agreement bf16
 beside run_two "refit between two ranks" 100 -m tools.gpu.check tools.gpu.refit layouts
 beside run_two "TP2, PP2 and DP2 against one rank" 100 "${mpi[@]}" tests/mpi/test_training.py -k layouts_agree
 beside run "save and resume against uninterrupted" 100 runs resume --deterministic
-beside run "native engine, eager" 100 native eager
-beside run "training engine, fp32" 100 training fp32
+beside run "native engine, eager" 100 agreement eager
+beside run "training engine, fp32" 100 agreement fp32
 beside run "GRPO, fp32" 100 runs grpo_fp32
 beside run "offload against none" 100 runs offload --deterministic
 beside run_two "ten steps of a TP2 actor and a TP1 engine" 100 "${mpi[@]}" tests/mpi/test_training.py -k over_ten_steps

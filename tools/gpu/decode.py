@@ -36,8 +36,7 @@ from hpcrl.runtime import accelerator
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
 from tools.gpu.models import DENSE, MIXTURE, REHEARSAL, config_of, machine, shape_of
-from tools.gpu.profiles import Kernel, kernels_of, print_kernels, profiler
-from tools.gpu.rates import DTYPE, Ceilings, measure_ceilings, products_of
+from tools.gpu.rates import DTYPE, Ceilings, Kernel, kernels_of, measure_ceilings, print_kernels, products_of, profiler
 
 # Rows that decode at once, tokens of context in the mean of the measured steps, and steps, of which the last half is
 # measured.

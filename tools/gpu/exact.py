@@ -17,11 +17,10 @@ from hpcrl.machine.measure_rank import median_seconds
 from hpcrl.model.exact import check_exact
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
-from tools.gpu.models import DENSE, MIXTURE, REHEARSAL, shape_of
+from tools.gpu.agreement import trained
+from tools.gpu.models import DENSE, MIXTURE, REHEARSAL, SHAPE, shape_of
 from tools.gpu.outcome import Skip
 from tools.gpu.rates import DTYPE, drawn, experts_of, graphed, products_of
-from tools.gpu.training import trained
-from tools.gpu.weights import SHAPE
 
 ROWS = (1, 16, 64) if REHEARSAL else (1, 16, 64, 512, 16384)
 EXPERT_ROWS = (1, 4, 8) if REHEARSAL else (1, 16, 64, 512, 2048)  # of each expert
@@ -61,17 +60,17 @@ def grouped(world: World) -> str:
 
 def compare(name: str, runs: Mapping[int, tuple[Callable[[Tensor], Tensor], Tensor]], world: World) -> bool:
     """Print a row for each number of rows; whether all of them agree, and do so where the rows are reversed."""
-    found: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
     agree = True
     for rows, (product, x) in runs.items():
-        found[rows] = product(x)
-        same = list(agreeing(found, rows))
-        is_reversible = torch.equal(product(x.flip(-2)).flip(-2), found[rows])
+        outputs[rows] = product(x)
+        same = list(agreeing(outputs, rows))
+        is_reversible = torch.equal(product(x.flip(-2)).flip(-2), outputs[rows])
         seconds = median_seconds(graphed(partial(product, x), world.device), world.device)
         as_these = ", ".join(map(str, same)) or "-"
         place = "same" if is_reversible else "others"
         print(f"| {name} | {rows} | {as_these} | {place} | {seconds * 1e6:.1f} |", flush=True)
-        agree = agree and is_reversible and len(same) == len(found) - 1
+        agree = agree and is_reversible and len(same) == len(outputs) - 1
     return agree
 
 

@@ -48,7 +48,7 @@ def main(template: Path, name: str, overrides: Sequence[str]) -> int:
     if name == "--done":
         return describe(template, overrides)
     overrides = [*overrides, f"run.name={name}", *rehearsed(template)]
-    train = [sys.executable, str(Path(__file__).with_name("train.py")), "train", str(template), *overrides]
+    train = [sys.executable, str(Path(__file__).with_name("altered_train.py")), "train", str(template), *overrides]
     code = subprocess.run(train).returncode
     if code:
         print(f"fail: hpcrl train ended with code {code}")

@@ -67,10 +67,10 @@ def adapters() -> str:
 
 
 def described(world: World, packages: tuple[str, ...], modules: tuple[str, ...]) -> str:
-    found, missing = [], []
+    versions, missing = [], []
     for name in (*packages, *OPTIONAL):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             if name in packages:
                 missing.append(name)
@@ -91,4 +91,4 @@ def described(world: World, packages: tuple[str, ...], modules: tuple[str, ...])
             f"{torch.cuda.device_count()} x {chip.name} of {gib:.0f} GiB, CUDA {torch.version.cuda}, NCCL {nccl}"
         )
     parts.append(f"/dev/shm {shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free")
-    return ", ".join([*parts, *found])
+    return ", ".join([*parts, *versions])

@@ -1,16 +1,20 @@
-"""The models whose speed is measured, by their templates, and small ones for rehearsals; the machine of forecasts.
+"""The models whose speed is measured, by their templates, and small ones for rehearsals; the machine of forecasts;
+random weights that are the same on every rank, the parts of them that ranks hold, and weights for timing only.
 
 `python -m tools.gpu.models NODES RANKS_PER_NODE GIB` prints the overrides of EIGHT for GPUs with so much memory.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
@@ -18,7 +22,11 @@ from hpcrl.forecast.memory.fixes import tightest
 from hpcrl.forecast.memory.memory import GIB, TrainingPlan
 from hpcrl.forecast.memory.state import job_shape
 from hpcrl.machine.machine_file import Machine, read_machine
+from hpcrl.model import build
+from hpcrl.model.params import Shard, shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime import platform
+from hpcrl.runtime.layout import Layout
 
 DENSE, MIXTURE, LORA, EIGHT = (
     Path(__file__).with_name(f"{name}.yaml") for name in ("grpo_1_5b", "grpo_mixture", "lora_8b", "grpo_8b")
@@ -76,6 +84,73 @@ def sized(nodes: int, per_node: int, gib: float) -> tuple[str, ...]:
         if tightest(TrainingPlan(config_of(EIGHT, *overrides)).rows()).total <= FULL * gib * GIB:
             break
     return overrides
+
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_attention_heads=8,
+    num_query_groups=4,
+    head_dim=32,
+    vocab_size=1000,
+)
+
+
+def whole_weights(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
+    """Tensors under Megatron's global names, fp32 on the host; norms are 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        shard.name: 0.02 * torch.randn(shard.global_shape, generator=generator)
+        if len(shard.global_shape) > 1
+        else torch.ones(shard.global_shape)
+        for shard in shards(shape)
+    }
+
+
+def held(
+    shape: ModelShape, whole: dict[str, Tensor], layout: Layout, rank: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What `rank` trains under `layout`, by global names; nothing where it has no part in it."""
+    if rank not in layout:
+        return {}
+    table = shards(shape, layout, rank)
+    return {shard.name: cut(whole[shard.name], shard).to(device, dtype) for shard in table}
+
+
+def cut(whole: Tensor, shard: Shard) -> Tensor:
+    """A rank's part of a parameter."""
+    local = torch.zeros(shard.local_shape)
+    source, target = whole.reshape(len(whole), -1), local.view(len(local), -1)
+    for box in shard.boxes:
+        (top, bottom), (left, right) = box.global_rows, box.global_cols
+        part = target[box.local_row : box.local_row + bottom - top, box.local_col : box.local_col + right - left]
+        part.copy_(source[top:bottom, left:right])
+    return local
+
+
+initial_weight = build.initial_weight
+FEW = 16  # rows
+
+
+def draw_on_the_device() -> None:
+    """Have models of this process drawn by `on_the_device` from now on: the CPU draws 62 million numbers per second,
+    those of 8 B weights in two minutes."""
+    build.initial_weight = on_the_device
+
+
+def on_the_device(
+    shape: ModelShape, name: str, global_shape: tuple[int, ...], seed: int, initial: float | None = None
+) -> Tensor:
+    """As `hpcrl.model.build.initial_weight`, but other numbers of the same deviation, on this process's device: the
+    same on all ranks."""
+    few = initial_weight(shape, name, (min(FEW, global_shape[0]), *global_shape[1:]), seed, initial)
+    if few.numel() == math.prod(global_shape):
+        return few
+    if few.min() == few.max():
+        return torch.full(global_shape, float(few.flatten()[0]))
+    torch.manual_seed(crc32(name.encode(), seed))
+    return torch.empty(global_shape, device=platform.device()).normal_(0.0, float(few.std()))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ export HPCRL_GPU_MACHINE=$work/measured.yaml
 killed_and_resumed() {
     local run=$work/runs/killed steps
     "${all[@]}" -m hpcrl train "${small[@]}" run.name=straight
-    if HPCRL_GPU_KILLED=$run "${all[@]}" tools/gpu/killed.py train "${small[@]}" run.name=killed; then
+    if HPCRL_GPU_KILLED=$run "${all[@]}" tools/gpu/altered_train.py train "${small[@]}" run.name=killed; then
         echo "fail: the run whose rank was to be killed has ended by itself"
         return 1
     fi
@@ -117,7 +117,7 @@ killed_and_resumed() {
 }
 
 trained() {
-    "${all[@]}" tools/gpu/train.py train "${large[@]}"
+    "${all[@]}" tools/gpu/altered_train.py train "${large[@]}"
     echo "pass: $(wc -l <"$work/runs/grpo_8b/metrics.jsonl") steps with ${large[*]:3}"
 }
 

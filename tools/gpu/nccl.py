@@ -43,11 +43,11 @@ def timeout(world: World) -> str:
         require(False, f"the process was still there after {error.timeout:.0f} s; expected an end after {HELD:.0f} s")
     said = ended.stdout + ended.stderr
     print(said, flush=True)
-    found = TIMED_OUT.search(said)
+    match = TIMED_OUT.search(said)
     require(ended.returncode != 0, f"a collective that waited for {HELD:.0f} s passed; nccl_timeout is {TIMEOUT:.0f} s")
-    require(found is not None, f"ended with code {ended.returncode}, but not by a timeout")
-    assert found is not None
-    seconds = int(found[1]) / 1e3
+    require(match is not None, f"ended with code {ended.returncode}, but not by a timeout")
+    assert match is not None
+    seconds = int(match[1]) / 1e3
     require(seconds < 2 * TIMEOUT, f"the timeout came after {seconds:.1f} s; expected {TIMEOUT:.0f}")
     return f"a collective timed out after {seconds:.1f} s of {TIMEOUT:.0f}, and the process ended by {ended.returncode}"
 
@@ -120,10 +120,10 @@ def measured(world: World, group: dist.ProcessGroup, call: Call) -> float:
         accelerator.synchronize(world.device)
         world.barrier()
         start = time.perf_counter()
-        found = call.run(mine, whole, group)
+        values_here = call.run(mine, whole, group)
         accelerator.synchronize(world.device)
         seconds.append(time.perf_counter() - start)
-    right = torch.equal(found.cpu(), call.expect([values(rank) for rank in members], members.index(world.rank)))
+    right = torch.equal(values_here.cpu(), call.expect([values(rank) for rank in members], members.index(world.rank)))
     wrong = [rank for rank, it in enumerate(world.all_gather_object(right)) if not it]
     require(not wrong, f"{call.run.__name__}: ranks {wrong} have other values than the CPU")
     return min(world.all_gather_object(call.share(len(members)) * 4 * ELEMENTS / median(seconds[1:]) / 1e9))

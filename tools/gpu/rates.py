@@ -1,4 +1,5 @@
-"""What the GPU does in a second: bandwidths, and products of the models' shapes beside their floor and the forecast.
+"""What the GPU does in a second: bandwidths, products of the models' shapes beside their floor and the forecast;
+and the kernels of a profile, by name.
 
 Products run one after the other over the weights of all layers, so that none are in a cache, and as one CUDA graph, so
 that the host's time does not count. The floor is the larger of the times that bytes and operations take at the measured
@@ -7,13 +8,16 @@ ceilings; the forecast has the published figures of the chip.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn.functional import grouped_mm, linear
+from torch.profiler import ProfilerActivity, profile
 
 from hpcrl.forecast.time.cost import Units
 from hpcrl.machine.machine_file import Rate
@@ -154,3 +158,42 @@ def print_row(name: str, rows: int, each: Products, matrix: Matrix, seconds: flo
     cells = (name, rows, f"{seconds * 1e6:.1f}", f"{2 * rows * inner * outer / seconds / 1e12:.0f}")
     cells = (*cells, f"{nbytes / seconds / 1e9:.0f}", f"{least * 1e6:.1f}", f"{least / seconds:.0%}")
     print(f"| {' | '.join(map(str, (*cells, f'{forecast * 1e6:.1f}')))} |", flush=True)
+
+
+SHOWN, WIDTH = 16, 72  # kernels of a table, and characters of a name
+
+
+class Kernel(NamedTuple):
+    name: str
+    calls: float
+    seconds: float
+
+
+def profiler() -> profile:
+    """Of the device's work only."""
+    return profile(activities=[ProfilerActivity.CUDA])
+
+
+def kernels_of(ended: profile, name: str, repeats: int) -> list[Kernel]:
+    """Those of one of `repeats` equal pieces of work, the longest first. The folder LOGS of the environment keeps the
+    profile as `name`."""
+    if folder := os.environ.get("LOGS"):
+        ended.export_chrome_trace(f"{folder}/{name}.json.gz")
+    found: dict[str, Kernel] = {}
+    for event in ended.events():
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            _, calls, seconds = found.get(event.name, Kernel(event.name, 0.0, 0.0))
+            took = event.time_range.elapsed_us() / 1e6
+            found[event.name] = Kernel(event.name, calls + 1 / repeats, seconds + took / repeats)
+    return sorted(found.values(), key=lambda kernel: -kernel.seconds)
+
+
+def print_kernels(kernels: Sequence[Kernel]) -> None:
+    total = sum(kernel.seconds for kernel in kernels)
+    print("| kernel | calls | ms | share |\n|---|---:|---:|---:|")
+    for kernel in kernels[:SHOWN]:
+        name = kernel.name.replace("|", " ")[:WIDTH]
+        print(f"| `{name}` | {kernel.calls:,.0f} | {kernel.seconds * 1e3:.2f} | {kernel.seconds / total:.0%} |")
+    rest = kernels[SHOWN:]
+    calls, seconds = (sum(values) for values in zip((0.0, 0.0), *(kernel[1:] for kernel in rest), strict=True))
+    print(f"| {len(rest)} others | {calls:,.0f} | {seconds * 1e3:.2f} | {seconds / (total or 1.0):.0%} |", flush=True)

@@ -22,9 +22,8 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.runtime import accelerator
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
-from tools.gpu.models import DENSE, shape_of
+from tools.gpu.models import DENSE, SHAPE, held, shape_of, whole_weights
 from tools.gpu.outcome import Skip, print_head, print_row, require
-from tools.gpu.weights import SHAPE, held, whole_weights
 
 REPETITIONS = 6  # the first is left out
 
@@ -36,8 +35,8 @@ def layouts(world: World) -> str:
     whole, done = whole_weights(SHAPE), []
     for source, destination in pairs(tuple(range(world.size))):
         mine = held(SHAPE, whole, source, world.rank, world.device, torch.bfloat16)
-        wanted = held(SHAPE, whole, destination, world.rank, world.device, torch.bfloat16)
-        target = {name: torch.zeros_like(value) for name, value in wanted.items()}
+        expected = held(SHAPE, whole, destination, world.rank, world.device, torch.bfloat16)
+        target = {name: torch.zeros_like(value) for name, value in expected.items()}
         wrong, speed = [], None
         moving = started(world, SHAPE, source, destination)
         if moving is not None:
@@ -45,7 +44,7 @@ def layouts(world: World) -> str:
                 report = moving.run(mine, target)
                 speed = (report.bytes_received + report.bytes_copied) / report.seconds / 1e9
             moving.close()
-            wrong = [name for name, value in wanted.items() if not torch.equal(value, target[name])]
+            wrong = [name for name, value in expected.items() if not torch.equal(value, target[name])]
         wrong = sum(world.all_gather_object(wrong), [])
         require(not wrong, f"{source} -> {destination}: {len(wrong)} tensors differ, such as {wrong[:1]}")
         fastest = max(filter(None, world.all_gather_object(speed)), default=0.0)
@@ -119,8 +118,8 @@ def moved(
         took = 0.0
         if moving:
             report = moving.run(mine, target)
-            took, found = report.seconds, (report.bytes_sent, report.bytes_received)
-            require(found == traffic[world.rank][:2], f"{found} bytes sent, received; planned {traffic[world.rank]}")
+            took, nbytes = report.seconds, (report.bytes_sent, report.bytes_received)
+            require(nbytes == traffic[world.rank][:2], f"{nbytes} bytes sent, received; planned {traffic[world.rank]}")
         seconds.append(max(world.all_gather_object(took)))
     if moving:
         moving.close()

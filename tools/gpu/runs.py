@@ -47,15 +47,15 @@ def grpo_bf16(world: World) -> str:
 def grpo(world: World, dtype: str) -> str:
     """Rollout in `dtype`, a reference, three steps; the engine has weights of its own, so that a refit moves them."""
     alone = {"checkpoint_engine": {"alias": False, "verify": "always"}}
-    found = run(lab(world), "grpo", 3, model={**MODEL, "dtype": dtype}, rollout=alone)
-    require(sorted(found) == [1, 2, 3], f"metrics of steps {sorted(found)}; expected 1, 2, 3")
-    for step, line in found.items():
+    metrics_by_step = run(lab(world), "grpo", 3, model={**MODEL, "dtype": dtype}, rollout=alone)
+    require(sorted(metrics_by_step) == [1, 2, 3], f"metrics of steps {sorted(metrics_by_step)}; expected 1, 2, 3")
+    for step, line in metrics_by_step.items():
         wrong = [name for name, value in line.items() if not math.isfinite(value)]
         require(not wrong, f"step {step}: {', '.join(wrong)} are not finite")
         require(line["actor/grad_norm"] > 0, f"step {step}: the gradient is 0")
-    gap = max(line["training/rollout_log_probs_diff_max"] for line in found.values())
+    gap = max(line["training/rollout_log_probs_diff_max"] for line in metrics_by_step.values())
     require(gap < GAP[dtype], f"log-probs of rollout and training differ by {gap:.1e}; expected less than {GAP[dtype]}")
-    norms = ", ".join(f"{line['actor/grad_norm']:.3g}" for line in found.values())
+    norms = ", ".join(f"{line['actor/grad_norm']:.3g}" for line in metrics_by_step.values())
     return f"gradient norms {norms}; log-probs of rollout and training differ by {gap:.1e} at most"
 
 

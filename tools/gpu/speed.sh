@@ -14,7 +14,7 @@ run "update of the adapters of 8B in bf16" 80 update lora
 run "decode of 1.5B in bf16, without graphs" 80 decode native_eager
 run "decode of 1.5B in bf16, transformers" 80 decode hugging_face_short
 run "decode of 1.5B in bf16, transformers, 2,048 tokens" 80 decode hugging_face_long
-bench=(tools/bench_kernels.py)
+bench=(tools/bench kernels)
 if [[ $rehearsal == yes ]]; then
     bench+=(--rehearse)
     export HPCRL_KERNELS=triton # in its interpreter

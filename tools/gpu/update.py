@@ -29,10 +29,9 @@ from hpcrl.runtime import accelerator
 from hpcrl.runtime.groups import make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
-from tools.gpu.models import DENSE, LORA, MIXTURE, REHEARSAL, config_of, machine, shape_of
+from tools.gpu.models import DENSE, LORA, MIXTURE, REHEARSAL, config_of, draw_on_the_device, machine, shape_of
 from tools.gpu.outcome import Skip, print_head, print_row
-from tools.gpu.profiles import kernels_of, print_kernels, profiler
-from tools.gpu.weights import draw_on_the_device
+from tools.gpu.rates import kernels_of, print_kernels, profiler
 
 MICRO_BATCHES, PROMPT, RESPONSE, TIMED = (2, 4, 4, 1) if REHEARSAL else (4, 16, 496, 2)
 TOKENS = 64 if REHEARSAL else 16384

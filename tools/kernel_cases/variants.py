@@ -106,7 +106,7 @@ def resources(cubin: bytes) -> Resources:
 
 def _decode_attention_variants(chip: Chip) -> list[KernelVariant]:
     """Heads of 128 and of 64 with 4 queries each, and latent attention with 16 queries; caches in bf16 and 8 bits."""
-    found = []
+    variants = []
     for groups, per_head, key, value, bits in (
         (8, 4, 128, 128, 16),
         (8, 4, 64, 64, 16),
@@ -121,7 +121,7 @@ def _decode_attention_variants(chip: Chip) -> list[KernelVariant]:
         inputs = {"queries": "*bf16"} | cached | dict.fromkeys(("blocks", "parts"), "*i32")
         temporary = dict.fromkeys(("totals", "maxima", "sums"), "*fp32")
         name = f"decode_attention {per_head} x {key}/{value}" + (" in 8 bits" if bits == 8 else "")
-        found.append(
+        variants.append(
             KernelVariant(
                 name,
                 decode_attention_triton.attend,
@@ -136,19 +136,21 @@ def _decode_attention_variants(chip: Chip) -> list[KernelVariant]:
         launch = decode_attention_triton.combine_launch(groups, per_head, value)
         pointers = temporary | {"parts_of": "*i32", "sinks": "*bf16", "outputs": "*bf16"}
         constants = {**launch.constants, "HAS_SINKS": key == 64}
-        found.append(
+        variants.append(
             KernelVariant(f"{name} combine", decode_attention_triton.combine, pointers, constants, launch.num_warps)
         )
     pointers = dict.fromkeys(("starts", "lengths", "num_rows", "parts", "parts_of"), "*i32")
     integers = dict.fromkeys(("n", "num_parts", "num_wanted", "least"), "i32")
     sizes = {"SIZE": 32, "ROWS": 1024}
-    found.append(KernelVariant("decode_attention cut", decode_attention_triton.cut_kernel, pointers | integers, sizes))
-    return found
+    variants.append(
+        KernelVariant("decode_attention cut", decode_attention_triton.cut_kernel, pointers | integers, sizes)
+    )
+    return variants
 
 
 def _exact_product_variants() -> list[KernelVariant]:
     """A layer's product, the head of 151,936 outputs in fp32, and a layer's product in fp32."""
-    found = []
+    variants = []
     for columns, dtype, out in (
         (1536, torch.bfloat16, "bf16"),
         (151936, torch.bfloat16, "fp32"),
@@ -159,13 +161,13 @@ def _exact_product_variants() -> list[KernelVariant]:
         pointers = {"x": f"*{operand}", "weight": f"*{operand}", "y": f"*{out}", "rows": "i32"}
         name = f"exact_product {columns} {operand} to {out}"
         constants = sizes | {"COLUMNS": columns, "TERMS": 1536}
-        found.append(KernelVariant(name, exact_triton.multiply, pointers, constants, num_warps))
-    return found
+        variants.append(KernelVariant(name, exact_triton.multiply, pointers, constants, num_warps))
+    return variants
 
 
 def _exact_attention_variants(chip: Chip) -> list[KernelVariant]:
     """Qwen2.5's heads, in fp32 too, Qwen3's, narrow and wide ones."""
-    found = []
+    variants = []
     cases = (2, 6, 128, 10, 2), (8, 4, 128, 16, 2), (8, 4, 64, 16, 2), (1, 8, 256, 8, 2), (2, 6, 128, 2, 4)
     for groups, per_head, width, tokens, itemsize in cases:
         constants = exact_triton.constants(groups, per_head, width, 32, itemsize, tokens, chip.shared_bytes)
@@ -174,18 +176,18 @@ def _exact_attention_variants(chip: Chip) -> list[KernelVariant]:
         pointers |= dict.fromkeys(("blocks", "tiles"), "*i32") | {"scale": "fp32"}
         name = f"exact_attention {per_head} of {width} {operand}"
         options = exact_triton.options(width)
-        found.append(KernelVariant(name, exact_triton.attend, pointers, constants, **options))
-    return found
+        variants.append(KernelVariant(name, exact_triton.attend, pointers, constants, **options))
+    return variants
 
 
 def _rms_norm_variants() -> list[KernelVariant]:
     """Rows of 128 (a head), of 4096 (a layer) and the widest."""
-    found = []
+    variants = []
     for width in (128, 4096, 8192):
         tile = layers_triton.NormTile.of(width)
         sizes = {"WIDTH": width, "ROWS": tile.rows, "BLOCK": tile.block}
         pointers = dict.fromkeys(("x", "residual", "weight", "y"), "*bf16") | {"rstd": "*fp32"}
-        found.append(
+        variants.append(
             KernelVariant(
                 f"rms_norm forward {width}",
                 layers_triton.rms_norm_forward,
@@ -196,7 +198,7 @@ def _rms_norm_variants() -> list[KernelVariant]:
         )
         pointers = dict.fromkeys(("x", "weight", "dy", "dx"), "*bf16") | dict.fromkeys(("rstd", "dw"), "*fp32")
         integers = dict.fromkeys(("rows", "stride", "each"), "i32")
-        found.append(
+        variants.append(
             KernelVariant(
                 f"rms_norm backward {width}",
                 layers_triton.rms_norm_backward,
@@ -205,12 +207,12 @@ def _rms_norm_variants() -> list[KernelVariant]:
                 tile.num_warps,
             )
         )
-    return found
+    return variants
 
 
 def _swiglu_variants() -> list[KernelVariant]:
     """A dense layer's width, and an expert's, of which a program has two rows."""
-    found = []
+    variants = []
     for width in (768, 14336):
         tile = layers_triton.SwiGLUTile.of(width)
         sizes = {"WIDTH": width, "ROWS": tile.rows, "BLOCK": tile.block}
@@ -223,8 +225,8 @@ def _swiglu_variants() -> list[KernelVariant]:
             name = "forward" if kernel is layers_triton.swiglu_forward else "backward"
             pointers = dict.fromkeys(names, "*bf16") | {"weights": "*fp32"}
             pointers |= {"dw": "*fp32"} if name == "backward" else {}
-            found.append(KernelVariant(f"swiglu {name} {width}", kernel, pointers | integers, sizes))
-    return found
+            variants.append(KernelVariant(f"swiglu {name} {width}", kernel, pointers | integers, sizes))
+    return variants
 
 
 def _expert_gradients_variants() -> list[KernelVariant]:
@@ -240,10 +242,10 @@ def _expert_gradients_variants() -> list[KernelVariant]:
 
 def _rope_variants() -> list[KernelVariant]:
     """Queries and keys of 8 groups in a mixed matrix, keys only, and narrow heads that are not a power of 2."""
-    found = []
+    variants = []
     for groups, heads, head_dim in ((8, 5, 128), (1, 8, 128), (1, 16, 96)):
         tile = layers_triton.RopeTile.of(groups * heads, head_dim // 2)
-        found.append(
+        variants.append(
             KernelVariant(
                 f"rope {groups} x {heads} heads of {head_dim}",
                 layers_triton.rotate,
@@ -253,19 +255,19 @@ def _rope_variants() -> list[KernelVariant]:
                 | {"BLOCK_TOKENS": tile.tokens, "BLOCK_HEADS": tile.heads, "BLOCK": tile.block},
             )
         )
-    return found
+    return variants
 
 
 def _checksum_variants() -> list[KernelVariant]:
     """A matrix that is rounded first, and a vector as one column."""
-    found = []
+    variants = []
     for name, width in (("bf16", 1536), ("fp32", 1536), ("fp32", 1)):
         numbers = dict.fromkeys(("height", "width", "stride"), "i32") | dict.fromkeys(("row", "col"), "i64")
         pointers = {"total": "*i64", "values": f"*{name}"}
         sizes = checksum_triton.constants(width, torch.bfloat16)
         title = f"checksum {name} {width} wide"
-        found.append(KernelVariant(title, checksum_triton.add, pointers | numbers, sizes))
-    return found
+        variants.append(KernelVariant(title, checksum_triton.add, pointers | numbers, sizes))
+    return variants
 
 
 def _fp8_matrix_variants() -> list[KernelVariant]:
@@ -284,7 +286,7 @@ def _fp8_matrix_variants() -> list[KernelVariant]:
 
 def _store_heads_variants() -> list[KernelVariant]:
     """Qwen2.5's heads, with a bias, and Qwen3's, with norms, also to a cache in 8 bits."""
-    found = []
+    variants = []
     for groups, per_head, bias, cached in ((2, 6, True, "bf16"), (8, 4, False, "bf16"), (8, 4, False, "fp8e4nv")):
         names = ("mixed", "bias", "query_norm", "key_norm", "queries")
         pointers = dict.fromkeys(names, "*bf16") | dict.fromkeys(("keys", "values"), f"*{cached}")
@@ -292,10 +294,10 @@ def _store_heads_variants() -> list[KernelVariant]:
         sizes = {"BIAS": bias, "NORM": not bias} | store_heads_triton.constants(groups, per_head, 128, 32)
         numbers = dict.fromkeys(("blocks", "offsets"), "*i64") | {"stride": "i32", "eps": "fp32"}
         title = f"store_heads {groups} x {per_head} of 128" + (" in 8 bits" if cached != "bf16" else "")
-        found.append(
+        variants.append(
             KernelVariant(title, store_heads_triton.store, pointers | numbers, sizes, has_fp8=cached != "bf16")
         )
-    return found
+    return variants
 
 
 def _linear_log_prob_variants() -> list[KernelVariant]:
@@ -326,7 +328,7 @@ def _linear_log_prob_variants() -> list[KernelVariant]:
 
 def _pack_variants() -> list[KernelVariant]:
     """Copies within bf16 and from fp32 to it, with the widest access and number by number, and to 8 bits."""
-    found = []
+    variants = []
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     for source, rounded, destination, vector in (
         (bf16, None, bf16, 8),
@@ -337,7 +339,7 @@ def _pack_variants() -> list[KernelVariant]:
         (torch.float32, bf16, fp8, 16),
     ):
         names = (str(dtype).removeprefix("torch.") for dtype in (source, destination))
-        found.append(
+        variants.append(
             KernelVariant(
                 f"pack {' to '.join(names)}, {vector} at once",
                 pack_triton.copy,
@@ -347,24 +349,24 @@ def _pack_variants() -> list[KernelVariant]:
                 has_fp8=destination is fp8,
             )
         )
-    return found
+    return variants
 
 
 def _sampling_variants(chip: Chip) -> list[KernelVariant]:
     """A vocabulary of 151,936."""
     numbers = {"chunks": "i32", "vocab_size": "i32", "temperature": "fp32"}
-    found = []
+    variants = []
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         reduced = {"logits": f"*{name}", "maxima": "*fp32", "sums": "*fp64"} | numbers
         sizes = {"WIDTH": 151936, "SCALED": True, "CHUNK": sampling_triton.CHUNK}
-        found.append(KernelVariant(f"sampling chunks {name}", sampling_triton.reduce_chunks, reduced, sizes))
+        variants.append(KernelVariant(f"sampling chunks {name}", sampling_triton.reduce_chunks, reduced, sizes))
         sizes = sizes | {"LOW": sampling_triton.LOW_BITS[dtype], "CHUNKS": 64}
         lists = {"bounds": "*i32", "quotas": "*i32", "kept_mass": "*fp64", "before": "*i32"}
         bounded = {"logits": f"*{name}", "maxima": "*fp32"} | lists | numbers | {"top_k": "i32"}
         for top_p in (0.95, 1.0):
             filters = {"TOP_K": True, "TOP_P": top_p, "WIDE": sampling_triton.WIDE}
             title = f"sampling top-k {name}" + " top-p" * (top_p < 1)
-            found.append(
+            variants.append(
                 KernelVariant(
                     title,
                     sampling_triton.find_bounds,
@@ -378,11 +380,11 @@ def _sampling_variants(chip: Chip) -> list[KernelVariant]:
         for filtered in (False, True):
             flags = {"GREEDY": False, "FILTERED": filtered}
             title = f"sampling draw {name}" + " filtered" * filtered
-            found.append(KernelVariant(title, sampling_triton.draw, drawn, sizes | flags, 8))
+            variants.append(KernelVariant(title, sampling_triton.draw, drawn, sizes | flags, 8))
     pointers = dict.fromkeys(("keys", "positions", "sample_indices", "step"), "*i32") | {"numbers": "*fp64"}
     sizes = {"BLOCK": sampling_triton.NUMBERS}
-    found.append(KernelVariant("sampling philox", sampling_triton.draw_uniforms, pointers | {"n": "i32"}, sizes))
-    return found
+    variants.append(KernelVariant("sampling philox", sampling_triton.draw_uniforms, pointers | {"n": "i32"}, sizes))
+    return variants
 
 
 def kernel_variants(chip: Chip) -> list[KernelVariant]:

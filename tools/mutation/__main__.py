@@ -121,16 +121,17 @@ def cover(arguments: argparse.Namespace) -> None:
         with open_suite(arguments) as suite:
             if mutants is not None:
                 check_sources(suite.root, mutants)
-            found = measure(suite, part, arguments.tests, arguments.workers)
-            told["parts"][part] = found if mutants is None else only_asked(found, suite.root, mutants)
+            measured = measure(suite, part, arguments.tests, arguments.workers)
+            told["parts"][part] = measured if mutants is None else only_asked(measured, suite.root, mutants)
         write(arguments.out, told)
         counts = [
-            sum(each["outcome"] == outcome for each in found["tests"]) for outcome in ("passed", "failed", "skipped")
+            sum(each["outcome"] == outcome for each in measured["tests"]) for outcome in ("passed", "failed", "skipped")
         ]
         print(
-            f"{part}: {counts[0]} passed, {counts[1]} failed, {counts[2]} skipped in {found['seconds']} s", flush=True
+            f"{part}: {counts[0]} passed, {counts[1]} failed, {counts[2]} skipped in {measured['seconds']} s",
+            flush=True,
         )
-        for each in found["tests"]:
+        for each in measured["tests"]:
             if each["outcome"] == "failed":
                 print(f"  failed while it was measured, so it kills no mutant: {each['test']}: {each['why']}")
 
@@ -138,19 +139,19 @@ def cover(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> None:
     mutants = read(arguments.sample)["mutants"]
     done = {key(result) for result in results_of(arguments.out)} if arguments.out.exists() else set()
-    left = [mutant for mutant in mutants if key(mutant) not in done and mutant["package"] in arguments.packages]
-    left = left[: arguments.count]
+    pending = [mutant for mutant in mutants if key(mutant) not in done and mutant["package"] in arguments.packages]
+    pending = pending[: arguments.count]
     with open_suite(arguments) as suite:
         check_sources(suite.root, mutants)
         covering = Covering(read(arguments.coverage)["parts"], suite.root)
-        if left:
+        if pending:
             check_tests(suite, covering)
-        for number, mutant in enumerate(left, 1):
+        for number, mutant in enumerate(pending, 1):
             result = mutant | try_mutant(suite, covering, mutant, arguments.seconds)
             with arguments.out.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             where = f"{mutant['file']}:{mutant['line']} {mutant['operator']}"
-            print(f"{number}/{len(left)} {time.strftime('%H:%M:%S')} {where}: {told_of(result)}", flush=True)
+            print(f"{number}/{len(pending)} {time.strftime('%H:%M:%S')} {where}: {told_of(result)}", flush=True)
 
 
 def told_of(result: dict[str, Any]) -> str:

@@ -75,18 +75,20 @@ def lines_of_code(source: str) -> int:
 def of_package(root: Path, package: str, files: list[Path], count: int, seed: int) -> list[dict[str, Any]]:
     """A place is drawn first, then one of its mutants: an operator has eleven replacements, a constant two."""
     draw = random.Random(f"{seed}:{package}")
-    places = [(path, place, made) for path in files for place, made in sorted(candidates(path.read_text()).items())]
+    places = [
+        (path, place, mutations) for path in files for place, mutations in sorted(candidates(path.read_text()).items())
+    ]
     draw.shuffle(places)
-    found: list[dict[str, Any]] = []
-    for path, place, made in places:
-        if len(found) == count:
+    mutants: list[dict[str, Any]] = []
+    for path, place, mutations in places:
+        if len(mutants) == count:
             break
         source = path.read_text()
-        for operator, occurrence in draw.sample(made, len(made)):
+        for operator, occurrence in draw.sample(mutations, len(mutations)):
             mutated = mutate(source, operator, occurrence)
             if mutated is not None and is_another_program(source, mutated):
                 file = str(path.relative_to(root))
-                found.append(
+                mutants.append(
                     {
                         "package": package,
                         "file": file,
@@ -98,7 +100,9 @@ def of_package(root: Path, package: str, files: list[Path], count: int, seed: in
                     }
                 )
                 break
-    return sorted(found, key=lambda mutant: (mutant["file"], mutant["line"], mutant["operator"], mutant["occurrence"]))
+    return sorted(
+        mutants, key=lambda mutant: (mutant["file"], mutant["line"], mutant["operator"], mutant["occurrence"])
+    )
 
 
 def candidates(source: str) -> dict[Place, list[tuple[str, int]]]:
@@ -108,7 +112,7 @@ def candidates(source: str) -> dict[Place, list[tuple[str, int]]]:
     excluded = not_mutated(source)
     executable = lines_with_code(compile(source, "source", "exec"))
     statements = Statements(source)
-    found: dict[Place, list[tuple[str, int]]] = defaultdict(list)
+    mutants: dict[Place, list[tuple[str, int]]] = defaultdict(list)
     nodes = list(ast_nodes(get_ast(source)))
     for name, operator in operators().items():
         occurrence = -1
@@ -120,8 +124,8 @@ def candidates(source: str) -> dict[Place, list[tuple[str, int]]]:
                     continue
                 first, last = statements.around(start[0])
                 if executable.intersection(range(first, last + 1)):
-                    found[start].append((name, occurrence))
-    return found
+                    mutants[start].append((name, occurrence))
+    return mutants
 
 
 def mutate(source: str, operator: str, occurrence: int) -> str | None:
@@ -164,20 +168,20 @@ def not_mutated(source: str) -> list[tuple[Place, Place]]:
         # ast counts bytes, parso characters
         return tuple((line, len(lines[line - 1].encode()[:column].decode())) for line, column in ends)  # type: ignore
 
-    found = []
+    spans = []
     for node in ast.walk(ast.parse(source)):
         hints = [getattr(node, "annotation", None), getattr(node, "returns", None)]
-        found += [span(hint) for hint in hints if isinstance(hint, ast.AST)]
+        spans += [span(hint) for hint in hints if isinstance(hint, ast.AST)]
         if isinstance(node, ast.JoinedStr):
-            found.append(span(node))
+            spans.append(span(node))
         elif isinstance(node, ast.Assert) and node.msg is not None:
-            found.append(span(node.msg))
+            spans.append(span(node.msg))
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            found.append(span(node, node.body[-1]))
+            spans.append(span(node, node.body[-1]))
         elif isinstance(node, ast.Call) and (is_message(node.func) or ast.unparse(node.func) == "dataclass"):
             # of dataclass: frozen, eq, slots; they guard the code's authors, and nothing computes with them
-            found.append((span(node.func)[1], span(node)[1]))
-    return found
+            spans.append((span(node.func)[1], span(node)[1]))
+    return spans
 
 
 def is_message(called: ast.AST) -> bool:

@@ -268,22 +268,22 @@ class Questions:
         ]
 
 
-def only_asked(found: dict[str, Any], root: Path, mutants: list[dict[str, Any]]) -> dict[str, Any]:
+def only_asked(measured: dict[str, Any], root: Path, mutants: list[dict[str, Any]]) -> dict[str, Any]:
     """A part of what `measure` returned: of each answer about these mutants one line."""
     questions: dict[str, set[int]] = defaultdict(set)
-    of_files = Questions(root, found["lines"])
+    of_files = Questions(root, measured["lines"])
     for mutant in mutants:
-        for file, wanted in of_files.of(mutant["file"], mutant["line"]):
-            questions[file].add(wanted)
+        for file, question in of_files.of(mutant["file"], mutant["line"]):
+            questions[file].add(question)
     lines: dict[str, dict[str, str]] = defaultdict(dict)
-    for file, of_file in found["lines"].items():
+    for file, of_file in measured["lines"].items():
         for test, text in of_file.items():
-            kept, mask = 0, int(text, 16)
-            for wanted in questions[file]:
-                kept |= (mask & wanted) & -(mask & wanted)
-            if kept:
-                lines[file][test] = f"{kept:x}"
-    return found | {"lines": lines}
+            answers, mask = 0, int(text, 16)
+            for question in questions[file]:
+                answers |= (mask & question) & -(mask & question)
+            if answers:
+                lines[file][test] = f"{answers:x}"
+    return measured | {"lines": lines}
 
 
 class Covering:
@@ -383,10 +383,10 @@ def try_mutant(suite: Suite, covering: Covering, mutant: dict[str, Any], seconds
                 until=lambda said: said.failed is not None,
             )
             result["run"] += len(said.ended)
-            found = verdict(said, covering, part, suite)
-            if found:
-                result |= {"part": part, **found}
-                if found["result"] != "survived":
+            result_of_part = verdict(said, covering, part, suite)
+            if result_of_part:
+                result |= {"part": part, **result_of_part}
+                if result_of_part["result"] != "survived":
                     break
     finally:
         path.unlink()

@@ -162,7 +162,7 @@ def test_the_fullest_rank_is_that_of_drawn_loads(num_experts: int, ranks: int) -
 
 
 def test_the_fullest_rank_of_routers_as_initialised() -> None:
-    """Counted in an optimizer step of the model of tools/layout_cases.py: 2.36, 1.66 and 1.13; 2.69, 1.78 and 1.24."""
+    """Counted in an optimizer step of the model of tools/bench/layouts.py: 2.36, 1.66 and 1.13; 2.69, 1.78 and 1.24."""
     for of_expert, of_four, of_two in ((2.36, 1.66, 1.13), (2.69, 1.78, 1.24)):
         assert fullest_rank(4, 8, of_expert) == pytest.approx(of_four, rel=0.15)
         assert fullest_rank(2, 8, of_expert) == pytest.approx(of_two, rel=0.15)
