@@ -87,20 +87,20 @@ class RefLogps:
 
     def _read(self) -> None:
         try:
-            with np.load(self.path, allow_pickle=False) as found:
-                kept = {name: found[name] for name in found.files}
+            with np.load(self.path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
             log.warning("%s cannot be read and is computed again: %s", self.path, error)
             return
-        if str(kept.pop("key", "")) != self.key:
+        if str(arrays.pop("key", "")) != self.key:
             log.info("%s is of other data or start weights", self.path)
             return
         for split, values in self.values.items():
-            rows = min(len(values), len(kept.get(split, ())))
+            rows = min(len(values), len(arrays.get(split, ())))
             if rows:
-                values[:rows] = kept[split][:rows]
+                values[:rows] = arrays[split][:rows]
 
     def _write(self) -> None:
         with draft_of(self.path) as draft, draft.open("wb") as file:

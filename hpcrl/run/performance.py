@@ -45,16 +45,16 @@ def mfu_metrics(
     to_train = tower * tower_training_factor(shape.vision) if shape.vision is not None else 0.0
     update = training_flops(shape, lengths, num_responses, has_adapters=has_adapters) + to_train
     update_critic = training_flops(shape, lengths, 0) + to_train
-    found = {}
+    metrics = {}
     for phase, role, name, flops in (
         ("old_log_prob", "actor", "actor_infer", forward_flops(shape, lengths, num_responses) + tower),
         ("update_actor", "actor", "actor", config.actor.ppo_epochs * update),
         ("update_critic", "critic", "critic", derived.critic_ppo_epochs * update_critic),
     ):
         if f"timing_s/{phase}" in seconds and role in derived.roles:
-            could = seconds[f"timing_s/{phase}"] * peak * len(derived.roles[role].ranks)
-            found[f"perf/mfu/{name}"] = flops / could
-    return found
+            possible_flops = seconds[f"timing_s/{phase}"] * peak * len(derived.roles[role].ranks)
+            metrics[f"perf/mfu/{name}"] = flops / possible_flops
+    return metrics
 
 
 GIB = 2**30
@@ -68,14 +68,14 @@ def memory_metrics(reports: Sequence[BusyReport]) -> dict[str, float]:
         for phase, used in report.memory.items():
             by_phase[phase] = used.or_more(by_phase.get(phase, MemoryUse()))
     most = reduce(MemoryUse.or_more, by_phase.values(), MemoryUse())
-    found = {
+    metrics = {
         f"memory/{phase}/{name}_gb": nbytes
         for phase, used in by_phase.items()
         for name, nbytes in used._asdict().items()
     }
-    found |= {f"perf/max_memory_{name}_gb": getattr(most, name) for name in ("allocated", "reserved")}
-    found["memory/host_buffers_gb"] = max((report.host_buffers for report in reports), default=0)
-    return {name: nbytes / GIB for name, nbytes in found.items() if nbytes > 0}
+    metrics |= {f"perf/max_memory_{name}_gb": getattr(most, name) for name in ("allocated", "reserved")}
+    metrics["memory/host_buffers_gb"] = max((report.host_buffers for report in reports), default=0)
+    return {name: nbytes / GIB for name, nbytes in metrics.items() if nbytes > 0}
 
 
 log = logging.getLogger(__name__)
@@ -114,14 +114,14 @@ def slow_ranks(reports: Sequence[BusyReport], likeness: Likeness) -> dict[Slow, 
     for report in reports:
         for phase in report.seconds:
             alike[phase, likeness(phase, report.rank)].append((report, phase))
-    found = {}
+    ratios = {}
     for members in alike.values():
         usual = median(report.seconds[phase] for report, phase in members)
         for report, phase in members if len(members) >= FEWEST else []:
             seconds = report.seconds[phase]
             if seconds > RATIO * usual and seconds - usual > EXCESS:
-                found[Slow(report.rank, report.node, phase)] = seconds / max(usual, 1e-3)
-    return found
+                ratios[Slow(report.rank, report.node, phase)] = seconds / max(usual, 1e-3)
+    return ratios
 
 
 def lasting(history: Sequence[dict[Slow, float]]) -> Iterator[tuple[Slow, int, float]]:
@@ -164,8 +164,8 @@ class Stragglers:
         return busy_metrics(reports) | memory_metrics(reports)
 
     def _warn(self, step: int) -> None:
-        found = list(lasting(self._history))
-        for slow, count, ratio in found:
+        stragglers = list(lasting(self._history))
+        for slow, count, ratio in stragglers:
             if slow in self._logged:
                 continue
             log.warning(
@@ -175,7 +175,7 @@ class Stragglers:
             )
             with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **slow._asdict(), "ratio": round(ratio, 2)}) + "\n")
-        self._logged = {slow for slow, _, _ in found}
+        self._logged = {slow for slow, _, _ in stragglers}
 
     def _likeness(self, phase: str, rank: int) -> Hashable:
         """A key that is equal for peers: pipeline stages differ in layers, and leaders do more work than other ranks of

@@ -67,13 +67,13 @@ def open_memory(world: World, config: Config) -> NodeMemory | None:
     if not config.trainer.snapshot_freq:
         return None
     one_host = all(size == world.size for size in world.all_gather_object(world.local_size))
-    found = NodeMemory.open(world.comm, memory_folder(config), one_host)
-    if isinstance(found, str):
+    memory = NodeMemory.open(world.comm, memory_folder(config), one_host)
+    if isinstance(memory, str):
         if world.rank == 0:
-            log.warning("no snapshots: %s", found)
+            log.warning("no snapshots: %s", memory)
         return None
-    before_mpi_finalize(found.close)
-    return found
+    before_mpi_finalize(memory.close)
+    return memory
 
 
 def recover(world: World, config: Config) -> None:

@@ -262,27 +262,27 @@ class Run:
 
     def _close_step(self, step: int) -> dict[str, float]:
         """Validate if it is due, and write the step's line. Returns the metrics of validation."""
-        found: dict[str, float] = {}
+        validation: dict[str, float] = {}
         assert self.unlogged is not None
         if self.job.validation_freq > 0 and (step == 0 or self._is_due(step, self.job.validation_freq)):
             self.budget.check("testing")
             with self.timers("testing"):
-                found, shown = self.job.validate(self, step)
+                validation, shown = self.job.validate(self, step)
             run_owner.check()
             if shown:
                 self.writer.text("validation/samples", step, shown)
-            for line in validation_lines(found):
+            for line in validation_lines(validation):
                 log.info("step %d: validation: %s", step, line)
         run_owner.check()
-        self.writer.log(step, self.unlogged | found | self.timers.collect())
+        self.writer.log(step, self.unlogged | validation | self.timers.collect())
         self.trackers.poll()
         self.controller.collect_traffic()  # of validation: a step's traffic is that of training
         self.unlogged = None
-        self.metrics |= found
+        self.metrics |= validation
         self.events.at_step(step)
         if step > 0:
             self.progress.update(step, self.job.progress(self.metrics))
-        return found
+        return validation
 
     def _line(self, step: int) -> dict[str, float]:
         """Metrics, times and sizes of the step."""
@@ -290,21 +290,21 @@ class Run:
         self.controller.end_trace_step(step)
         if self.config.async_training.mode == "sync":
             self.controller.align_clocks()
-        found, lengths = self.timers.collect(), (self.prompt_lengths + self.response_lengths).tolist()
+        line, lengths = self.timers.collect(), (self.prompt_lengths + self.response_lengths).tolist()
         of_samples, of_responses = sum(lengths), int(self.response_lengths.sum())
-        for name in [name for name in found if name.startswith("timing_s/")] if of_samples else []:
+        for name in [name for name in line if name.startswith("timing_s/")] if of_samples else []:
             phase = name.removeprefix("timing_s/")
             if phase in self.job.phases_per_token:
                 tokens = of_responses if phase == "gen" else of_samples
-                found[f"timing_per_token_ms/{phase}"] = 1e3 * found[name] / max(tokens, 1)
-        seconds = found["timing_s/step"]
-        found["perf/time_per_step"] = seconds
+                line[f"timing_per_token_ms/{phase}"] = 1e3 * line[name] / max(tokens, 1)
+        seconds = line["timing_s/step"]
+        line["perf/time_per_step"] = seconds
         num_tokens = self.metrics.get("perf/total_num_tokens", 0.0)
-        found["perf/throughput"] = num_tokens / seconds / self.job.derived.world_size
-        found["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        found |= self.job.step_metrics(self, found, lengths, of_responses)
+        line["perf/throughput"] = num_tokens / seconds / self.job.derived.world_size
+        line["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        line |= self.job.step_metrics(self, line, lengths, of_responses)
         refit = self.rollouts.weights.metrics if self.rollouts is not None else {}
-        return self.metrics | refit | found
+        return self.metrics | refit | line
 
     def _open_folder(self) -> None:
         start, config = self.start, self.config

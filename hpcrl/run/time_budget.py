@@ -73,10 +73,10 @@ class TimeBudget:
         longest = self._before | self.timers.longest
         needed = sum(longest.get(phase, 0.0) for phase in phases)
         needed += self.num_saves() * longest.get("save_checkpoint", 0.0)
-        left = self.ends_at - self.clock()
-        if needed + self.margin > left:
+        remaining = self.ends_at - self.clock()
+        if needed + self.margin > remaining:
             raise StopRequested(
-                f"the allocation ends in {duration(max(left, 0.0))}; {', '.join(phases)} and a save take "
+                f"the allocation ends in {duration(max(remaining, 0.0))}; {', '.join(phases)} and a save take "
                 f"{duration(needed)}"
             )
 
@@ -109,21 +109,21 @@ def check_progress(
         ]
         before = [(one["job"], one["step"]) for one in slices[-SLICES_WITHOUT_PROGRESS:]]
         if before == [(job, found_step)] * SLICES_WITHOUT_PROGRESS:
-            found = "no checkpoint" if found_step < 0 else f"the checkpoint of step {found_step}"
+            checkpoint = "no checkpoint" if found_step < 0 else f"the checkpoint of step {found_step}"
             raise InputError(
-                f"the last {SLICES_WITHOUT_PROGRESS} slices of job {job} began with {found}, and so does this one; "
-                f"expected each to save a newer one: see {folder / 'logs'} for the reason, give the job more time, or "
-                "submit it again to try anyway"
+                f"the last {SLICES_WITHOUT_PROGRESS} slices of job {job} began with {checkpoint}, and so does this "
+                f"one; expected each to save a newer one: see {folder / 'logs'} for the reason, give the job more time, "
+                "or submit it again to try anyway"
             )
         write_json(folder / SLICES_FILE, [*slices, this][-SLICES_KEPT:])
     if ends_at is None:
         return
-    times, left = read_json_or(folder / TIMES_FILE, {}), max(ends_at - time.time(), 0.0)
+    times, remaining = read_json_or(folder / TIMES_FILE, {}), max(ends_at - time.time(), 0.0)
     needed = times.get("step_s", 0.0) + times.get("save_s", 0.0)
-    log.info("the allocation ends in %s", duration(left))
-    if needed > 0 and left < needed + margin:
+    log.info("the allocation ends in %s", duration(remaining))
+    if needed > 0 and remaining < needed + margin:
         raise InputError(
-            f"the allocation ends in {duration(left)}; a step and a save of this run took {duration(needed)}, and "
+            f"the allocation ends in {duration(remaining)}; a step and a save of this run took {duration(needed)}, and "
             f"{margin:.0f} s are kept free (trainer.walltime_margin): ask for more time, or, if that was an exception, "
             f"remove {folder / TIMES_FILE}"
         )

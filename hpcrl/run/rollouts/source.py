@@ -214,15 +214,15 @@ class SamplePool:
         self._incomplete: set[str] = set()  # values of the scorer that some results lack, as a warning has said
         self._sampler_state()
 
-    def filtered(self, batch: DataProto, found: Gathering) -> DataProto:
+    def filtered(self, batch: DataProto, gathering: Gathering) -> DataProto:
         """The prompts whose samples differ in the metric of filter_groups; counts the other samples in `found`."""
         self.first_samples.check_metric(batch)
         metric = self.context.config.algorithm.filter_groups.metric
         self._warn_of_gaps(batch, metric_values(batch.samples, metric, required=False), metric, "does not count")
-        kept = differing(batch, metric)
-        self.dropped.check(batch, kept)
-        found.num_evicted += int((~kept).sum())
-        return batch[kept]
+        is_kept = differing(batch, metric)
+        self.dropped.check(batch, is_kept)
+        gathering.num_evicted += int((~is_kept).sum())
+        return batch[is_kept]
 
     def complete(self, batch: DataProto) -> DataProto:
         """Add what the advantage estimator needs from rank 0."""
@@ -250,25 +250,25 @@ class SamplePool:
                 *(without, len(batch), key, there),
             )
 
-    def metrics_of(self, step: int, batch: DataProto, found: Gathering) -> dict[str, float]:
+    def metrics_of(self, step: int, batch: DataProto, gathering: Gathering) -> dict[str, float]:
         config = self.context.config
-        metrics = finish(merge(found.metrics))
+        metrics = finish(merge(gathering.metrics))
         reused, stale = (int(metrics.get(f"perf/rollouts_{what}", 0)) for what in ("reused", "stale"))
         if reused or stale:
             log.info(
                 "step %d: %d of %d responses are reused from an interrupted attempt; %d of its responses, of other "
                 "weights, data or settings, are not",
-                *(step, reused, found.num_generated + found.num_greedy, stale),
+                *(step, reused, gathering.num_generated + gathering.num_greedy, stale),
             )
         if config.algorithm.filter_groups.enable:
             metrics |= {
-                "train/num_gen_batches": float(found.num_batches),
-                "training/filter_groups/evicted_samples": float(found.num_evicted),
+                "train/num_gen_batches": float(gathering.num_batches),
+                "training/filter_groups/evicted_samples": float(gathering.num_evicted),
                 "training/filter_groups/surplus_samples": float(len(self.surplus) if self.surplus is not None else 0),
             }
         if config.async_training.mode != "sync":
             metrics |= staleness_metrics(batch.samples, step - 1)
-            metrics |= self.counts.add(batch.samples, step - 1, found.num_generated)
+            metrics |= self.counts.add(batch.samples, step - 1, gathering.num_generated)
         return metrics
 
     def state(self) -> RolloutState:
