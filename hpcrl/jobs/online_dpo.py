@@ -59,7 +59,7 @@ class OnlineDpo(Train):
         from hpcrl.algorithms.statistics import sample_statistics
 
         samples, data = batch.samples, self.config.data
-        found = sample_statistics(
+        metrics = sample_statistics(
             prompt_length=torch.from_numpy(samples["prompt_length"]),
             response_length=torch.from_numpy(samples["response_length"]),
             max_prompt_length=data.max_prompt_length,
@@ -67,7 +67,7 @@ class OnlineDpo(Train):
             score=torch.from_numpy(samples["score"]),
         )
         chosen, rejected = samples["score"][pair_rows(batch)].reshape(-1, 2).T
-        return finish(found) | {
+        return finish(metrics) | {
             "objective/scores_margin": float((chosen - rejected).mean()),
             "objective/ties": float((chosen == rejected).mean()),
         }
@@ -120,10 +120,10 @@ class OnlineDpo(Train):
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:
         given = config.algorithm.model_fields_set - {"filter_groups", "rollout_correction"}
-        found = [f"algorithm.{name} is for `hpcrl train`: online DPO has no advantages" for name in sorted(given)]
+        lines = [f"algorithm.{name} is for `hpcrl train`: online DPO has no advantages" for name in sorted(given)]
         if config.job.machine is not None:
-            found.append("job.machine is for `hpcrl train`: steps of online DPO are not predicted")
-        return found
+            lines.append("job.machine is for `hpcrl train`: steps of online DPO are not predicted")
+        return lines
 
     def roles(self) -> list[RoleSpec]:
         workers = {"actor": "preference:OnlineDpoActorWorker", "ref": "preference:PairRefWorker"}

@@ -206,9 +206,9 @@ class Sft(SupervisedJob):
             sampled, shown = self.validator.run(step)
             metrics |= sampled
             score = float(np.mean([value for name, value in sampled.items() if name.startswith("val-core/")]))
-            wanted = self.own.stop_at_score
-            if wanted is not None and score >= wanted:
-                run.complete(f"accuracy reached sft.stop_at_score={wanted:g}")
+            target = self.own.stop_at_score
+            if target is not None and score >= target:
+                run.complete(f"accuracy reached sft.stop_at_score={target:g}")
         return metrics, shown
 
     def progress(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -149,16 +149,16 @@ class Train(TrainingJob):
 
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:
-        algorithm, found = config.algorithm, []
+        algorithm, lines = config.algorithm, []
         if config.trainer.rollouts_from is not None and algorithm.filter_groups.enable:
-            found.append(
+            lines.append(
                 "trainer.rollouts_from replays all recorded prompts: algorithm.filter_groups drops none of them"
             )
         if config.data.gen_batch_size is not None and not algorithm.filter_groups.enable:
-            found.append("data.gen_batch_size is read only with algorithm.filter_groups.enable=true")
+            lines.append("data.gen_batch_size is read only with algorithm.filter_groups.enable=true")
         if algorithm.gdpo_reward_keys and algorithm.adv_estimator != "gdpo":
-            found.append(f"algorithm.gdpo_reward_keys: adv_estimator={algorithm.adv_estimator} does not read them")
-        return found
+            lines.append(f"algorithm.gdpo_reward_keys: adv_estimator={algorithm.adv_estimator} does not read them")
+        return lines
 
     def read_inputs(self) -> Inputs:
         from hpcrl.workers.team import read_training_inputs
@@ -177,13 +177,13 @@ class Train(TrainingJob):
         return "actor" if role == "ref" and self.derived.ref_in_actor else role
 
     def frozen_weights(self) -> dict[str, str]:
-        found = super().frozen_weights()
+        weights = super().frozen_weights()
         policy = self.config.model.init_from or self.config.model.path
         if self.config.distillation.enabled and policy is not None:
-            found.setdefault("teacher", policy)
+            weights.setdefault("teacher", policy)
         if "judge" in self.derived.roles and (judge := judge_weights(self.config)) is not None:
-            found["judge"] = judge
-        return found
+            weights["judge"] = judge
+        return weights
 
     def total_steps(self) -> int:
         trainer, prompts = self.config.trainer, len(self.inputs.prompts["train"])
@@ -229,19 +229,19 @@ class Train(TrainingJob):
     def step_metrics(
         self, run: Run, seconds: dict[str, float], lengths: list[int], num_response_tokens: int
     ) -> dict[str, float]:
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self.predicted is not None:
             prompts, responses = run.prompt_lengths, run.response_lengths
-            found |= self.predicted.observe(seconds, prompts, responses, run.metrics, run.stragglers.slow)
+            metrics |= self.predicted.observe(seconds, prompts, responses, run.metrics, run.stragglers.slow)
         if self.peak_flops is not None:
             sizes = (self.config, self.derived, self.inputs.shape, lengths, num_response_tokens)
             tower = run.metrics.get("perf/tower_flops", 0.0)
-            found |= mfu_metrics(*sizes, seconds, self.peak_flops, tower)
+            metrics |= mfu_metrics(*sizes, seconds, self.peak_flops, tower)
         if self.config.async_training.mode != "sync":
             busy = run.metrics.get("perf/rollout_busy_s", 0.0)  # missing if surplus samples were enough for the step
             waited, step = seconds.get("timing_s/gen", 0.0), seconds["timing_s/step"]
-            found |= idle_metrics(waited, busy, step, self.derived.roles["rollout"].dp)
-        return found
+            metrics |= idle_metrics(waited, busy, step, self.derived.roles["rollout"].dp)
+        return metrics
 
     def progress(self, metrics: dict[str, float]) -> dict[str, float]:
         return {name: metrics[key] for name, key in PROGRESS.items() if key in metrics}

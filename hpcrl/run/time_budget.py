@@ -109,11 +109,11 @@ def check_progress(
         ]
         before = [(one["job"], one["step"]) for one in slices[-SLICES_WITHOUT_PROGRESS:]]
         if before == [(job, found_step)] * SLICES_WITHOUT_PROGRESS:
-            checkpoint = "no checkpoint" if found_step < 0 else f"the checkpoint of step {found_step}"
+            start = "no checkpoint" if found_step < 0 else f"the checkpoint of step {found_step}"
             raise InputError(
-                f"the last {SLICES_WITHOUT_PROGRESS} slices of job {job} began with {checkpoint}, and so does this "
-                f"one; expected each to save a newer one: see {folder / 'logs'} for the reason, give the job more time, "
-                "or submit it again to try anyway"
+                f"the last {SLICES_WITHOUT_PROGRESS} slices of job {job} began with {start}, and so does this one; "
+                f"expected each to save a newer one: see {folder / 'logs'} for the reason, give the job more time, or "
+                "submit it again to try anyway"
             )
         write_json(folder / SLICES_FILE, [*slices, this][-SLICES_KEPT:])
     if ends_at is None:
