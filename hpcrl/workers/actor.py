@@ -209,7 +209,7 @@ class ActorWorker(ModelWorker):
         updates = []
         with self.engine.update():
             for number, rows in enumerate(self.updates.rows(batch)):
-                mini, kept = batch[rows], {} if outputs is None and record is not None else outputs
+                mini, columns = batch[rows], {} if outputs is None and record is not None else outputs
                 updates.append(
                     self.train(
                         mini,
@@ -219,19 +219,19 @@ class ActorWorker(ModelWorker):
                         temperature=self.config.rollout.temperature,
                         entropy=self.objective.uses_entropy or outputs is not None,
                         topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
-                        columns=kept,
+                        columns=columns,
                     )
                 )
-                if record is not None and kept and self.is_leader:
-                    record.add(rows, mini, kept["log_probs"], key=(step, number))
+                if record is not None and columns and self.is_leader:
+                    record.add(rows, mini, columns["log_probs"], key=(step, number))
         recorded: Columns = {} if record is None else self._recorded(batch, record)
         if outputs is None or not self.is_leader:
             return DataProto(recorded, {}, {"metrics": updates})
         (metrics,) = updates
-        found = self._old_log_probs(batch, outputs)
+        log_probs = self._old_log_probs(batch, outputs)
         against_rollout = to_floats(self._corrected(batch, outputs["log_probs"]).metrics)
-        tokens = found.tokens | recorded
-        return DataProto(tokens, {}, {"metrics": [found.meta_info["metrics"] | against_rollout | metrics]})
+        tokens = log_probs.tokens | recorded
+        return DataProto(tokens, {}, {"metrics": [log_probs.meta_info["metrics"] | against_rollout | metrics]})
 
     def _recorded(self, batch: DataProto, record: UpdateRecord) -> Columns:
         """UPDATE_COLUMNS, on the leader. Collective over the role: it runs the model after the step."""
@@ -251,10 +251,10 @@ class ActorWorker(ModelWorker):
         names = ("old_log_probs", "sum_pi_squared", "advantages")
         columns = {name: batch.padded(name) for name in names}
         mask, weights = training_mask(batch), padded_if_there(batch, "rollout_is_weights")
-        found = variance_proxy_statistics(
+        metrics = variance_proxy_statistics(
             **columns, response_mask=mask, rollout_is_weights=weights, grad_norm=grad_norm
         )
-        return to_floats(found)
+        return to_floats(metrics)
 
 
 def _groups(batch: DataProto, has_failed: np.ndarray) -> np.ndarray:

@@ -251,24 +251,26 @@ class PromptPictures:
         missing = [number for number, key in enumerate(keys) if key not in shown.features and key not in self._cache]
 
         def decode_missing(numbers: Sequence[int]) -> list[np.ndarray]:
-            found = decode([missing[number] for number in numbers])
+            decoded = decode([missing[number] for number in numbers])
             if shown.patches is not None:
-                shown.patches |= {keys[missing[at]]: patches for at, patches in zip(numbers, found, strict=True)}
-            return found
+                shown.patches |= {keys[missing[at]]: patches for at, patches in zip(numbers, decoded, strict=True)}
+            return decoded
 
         encoded: list[Tensor] = []
         if missing:
             encoded = self.engine.encode(grids[missing], decode_missing, divided=divided)
-        found = {keys[number]: features for number, features in zip(missing, encoded, strict=True)}
+        new_features = {keys[number]: features for number, features in zip(missing, encoded, strict=True)}
         for key in keys:
             if key not in shown.features:
-                shown.features[key] = found[key] if key in found else self._cache[key]
+                shown.features[key] = new_features[key] if key in new_features else self._cache[key]
             if self._is_frozen:
                 self._keep(key, shown.features[key])
         shown.num_encoded += len(missing)
         if shown.patches is not None:
-            left = [number for number, key in enumerate(keys) if key not in shown.patches]
-            shown.patches |= {keys[number]: patches for number, patches in zip(left, decode(left), strict=True)}
+            undecoded = [number for number, key in enumerate(keys) if key not in shown.patches]
+            shown.patches |= {
+                keys[number]: patches for number, patches in zip(undecoded, decode(undecoded), strict=True)
+            }
 
     def _patches_of(self, picture: ToolPicture) -> np.ndarray:
         return self.images.patches_of(Source("image", picture.png), "", 0, picture.place.grid)

@@ -106,23 +106,23 @@ class ResponseStream:
         requests = [response.request for response in responses]
         trajectories = [response.done for response in responses if response.done is not None]
         width = self.worker.routed_width if self.worker.config.actor.router_replay.mode == "R3" else 0
-        found = response_columns(requests, trajectories, width)
+        columns = response_columns(requests, trajectories, width)
         if self.agent is not None and self._turns is not None:
-            found = found.union(conversation_columns(trajectories, self.worker.config.rollout.multi_turn))
+            columns = columns.union(conversation_columns(trajectories, self.worker.config.rollout.multi_turn))
             counts = self._turns.responder.metrics()
             if self.agent.makes_prompts:
                 counts["perf/environment_wait_s"] = Sum(self._waited)
-            found.meta_info["metrics"] = merge([*found.metrics, counts])
+            columns.meta_info["metrics"] = merge([*columns.metrics, counts])
             self._waited = 0.0
         if self.worker.pictures is not None:
-            found.tokens["pictures"] = EncodedPictures.of_requests(requests).column()
+            columns.tokens["pictures"] = EncodedPictures.of_requests(requests).column()
         versions = np.array([response.versions for response in responses], np.int64).reshape(-1, 2)
-        found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
+        columns.samples["weight_version_min"], columns.samples["weight_version_max"] = versions.T
         num_recalled = sum(response.is_recalled for response in responses)
         if num_recalled:
             recalled: dict[str, Metric] = {"perf/rollouts_reused": Sum(float(num_recalled))}
-            found.meta_info["metrics"] = merge([*found.metrics, recalled])
-        return found
+            columns.meta_info["metrics"] = merge([*columns.metrics, recalled])
+        return columns
 
     def run(self, sampling: SamplingParams, version: int) -> None:
         """Generate with the weights of `version`, and with random numbers of the step after it."""

@@ -104,11 +104,11 @@ class RolloutWorker(Worker):
         if self.pictures is not None:
             shown = self.pictures.encode(batch.meta_info["split"], batch.samples["row"].tolist())
             requests = shown.added_to(requests)
-        done, left, metrics = self._recalled(batch, requests, sampling)
-        drawn, counts = self._draw(batch.reorder(left), [requests[index] for index in left], sampling, shown)
+        done, missing, metrics = self._recalled(batch, requests, sampling)
+        drawn, counts = self._draw(batch.reorder(missing), [requests[index] for index in missing], sampling, shown)
         if not self.is_leader:
             return DataProto()
-        done |= dict(zip(left, drawn, strict=True))
+        done |= dict(zip(missing, drawn, strict=True))
         trajectories = [done[index] for index in range(len(requests))]
         columns = response_columns(requests, trajectories, self.routed_width * sampling.routed_experts)
         if self.agent is not None:
@@ -135,14 +135,14 @@ class RolloutWorker(Worker):
         recall = version is not None and version == self.recalled_version
         if self.journal is not None and version is not None:
             self.journal.begin(sampling, step=batch.meta_info["step"], version=version, recall=recall)
-            found = enumerate([self.journal.recall(request) for request in requests])
-            known = {index: done for index, done in found if done is not None}
+            journaled = enumerate([self.journal.recall(request) for request in requests])
+            known = {index: done for index, done in journaled if done is not None}
             counts = {"reused": len(known), "stale": self.journal.num_stale}
         for index, done in known.items():
             self._begin_score(batch, index, done)
         skipped = set(self.context.broadcast(self.layout, list(known) if self.is_leader else None)) if recall else set()
-        left = [index for index in range(len(requests)) if index not in skipped]
-        return known, left, {f"perf/rollouts_{name}": Sum(float(count)) for name, count in counts.items() if count}
+        missing = [index for index in range(len(requests)) if index not in skipped]
+        return known, missing, {f"perf/rollouts_{name}": Sum(float(count)) for name, count in counts.items() if count}
 
     def _draw(
         self, batch: DataProto, requests: list[Request], sampling: SamplingParams, shown: EncodedPictures | None
