@@ -46,7 +46,6 @@ from hpcrl.runtime.world import World, finish, start_mpi
 if TYPE_CHECKING:
     from hpcrl.config.derive import Derived
     from hpcrl.config.schema import Config
-    from hpcrl.controller.register import Registration
     from hpcrl.jobs.train import Train
     from hpcrl.run.calls import Call
     from hpcrl.run.run import Run
@@ -108,7 +107,6 @@ class ActorStub(Worker):
         reads=("input_ids", "response_mask", "pictures?", "sequence_starts?", "rollout_log_probs", "routed_experts?"),
         writes=("old_log_probs", "entropies?", "sum_pi_squared?", "routed_experts?"),
         phase="old_log_prob",
-        skip_if="old_log_prob_in_update",
     )
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         return written(batch, "old_log_probs")
@@ -344,9 +342,10 @@ class BenchRun:
         lengths = (samples["prompt_length"] + samples["response_length"]).tolist()
         self.log({"perf/total_num_tokens": float(sum(lengths))})
 
-    def before_call(self, registration: Registration) -> None: ...
+    def begin_update(self) -> None: ...
 
-    def before_phase(self, phase: str) -> None: ...
+    def stops_before(self, *phases: str) -> bool:
+        return False
 
 
 def clocks() -> dict[str, float]:

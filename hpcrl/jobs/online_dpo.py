@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import Field
@@ -16,7 +16,7 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.jobs.train import Train
+from hpcrl.jobs.train import UPDATES, Train
 from hpcrl.run.pairs import check_loss
 from hpcrl.run.rollouts.choice import assign_to_replicas
 
@@ -44,11 +44,15 @@ class OnlineDpo(Train):
     def loop(self, run: Run) -> None:
         ref, actor = run.roles("ref", "actor")
         for step in run.steps():  # between two steps: wait for all calls, log, validate, save, stop if asked to
-            batch = self.rollouts.next(step)  # wait for samples: prompts -> responses -> scores
+            batch = self.rollouts.next(step)  # wait for samples: prompts -> responses -> scores; None: the run stops
+            if batch is None or run.stops_before("ref"):
+                continue
             run.log(assign_to_replicas(batch, self.config, self.derived) | self.statistics(batch))
-            pairs: Any = batch[pair_rows(batch)]  # chosen and rejected, next to each other
-            pairs = pairs | ref.compute_ref_log_prob(pairs)  # nothing, where the loss needs no reference
-            actor.update_actor(pairs)
+            pairs = batch[pair_rows(batch)]  # chosen and rejected, next to each other
+            pending = ref.compute_ref_log_prob(pairs)  # nothing, where the loss needs no reference
+            if run.stops_before(*UPDATES):
+                continue
+            actor.update_actor(pending)
             self.rollouts.update_weights(step)  # from the actor to the rollout engine
             run.archive(batch)
 

@@ -61,8 +61,7 @@ class Preference(PairsJob):
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             batch = data.load(self.next_pairs(run, step))  # chosen and rejected, next to each other
             self.load_ahead(run, partial(self.pairs, "train"))
-            batch = batch | ref.compute_ref_log_prob(batch)  # nothing, where they are kept or the loss needs none
-            actor.update(batch)
+            actor.update(ref.compute_ref_log_prob(batch))  # adds nothing, where they are kept or the loss needs none
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
@@ -121,8 +120,9 @@ class Preference(PairsJob):
             return
         data, actor = run.controller["data"], run.controller["actor"]
 
-        def compute(split: str, rows: np.ndarray) -> np.ndarray:
-            run.budget.check("ref")
+        def compute(split: str, rows: np.ndarray) -> np.ndarray | None:
+            if run.has_to_stop("ref"):
+                return None
             with run.timers("ref"):
                 batch = self.sequences(split, rows)
                 batch = batch.union(data.load(batch).get())
@@ -130,7 +130,8 @@ class Preference(PairsJob):
 
         log.info("computing the reference's log-probs of %d pairs", self.ref_logps.num_missing)
         start = time.perf_counter()
-        self.ref_logps.fill(compute)
+        if not self.ref_logps.fill(compute):
+            return
         log.info("%s is written after %.1f s", self.ref_logps.path, time.perf_counter() - start)
         run.timers.collect()  # times and traffic belong to no step
         run.controller.collect_traffic()

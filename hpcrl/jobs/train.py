@@ -29,6 +29,7 @@ from hpcrl.config.roles import (
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import make_sampler
 from hpcrl.model.params import has_fp8_products
+from hpcrl.run.calls import PendingBatch, Role
 from hpcrl.run.job import TrainingJob
 from hpcrl.run.job_config import in_section
 from hpcrl.run.performance import mfu_metrics, peak_of
@@ -40,7 +41,6 @@ from hpcrl.runtime.job import run_directory
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
-    from hpcrl.run.calls import Role
     from hpcrl.run.predicted import PredictedSteps
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
@@ -53,6 +53,8 @@ PROGRESS = {
     "entropy": "actor/entropy",
     "ratio_kl": "actor/ppo_kl",
 }
+FORWARD_PASSES = ("old_log_prob", "ref", "teacher", "values", "adv")  # phases of a step, in the order of the loop
+UPDATES = ("update_critic", "update_actor", "update_weights", "dump_rollout_generations")
 PF_PPO_STREAM = 0x7066  # keeps these random numbers apart from others keyed by the same seed
 
 
@@ -61,7 +63,6 @@ class Train(TrainingJob):
 
     name = "train"
     saves_last = False
-    phases_from_update = ("update_critic", "update_actor", "update_weights", "dump_rollout_generations")
     phases_per_token = ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
     is_predicted: ClassVar[bool] = True  # the time of its steps, by job.machine
     derived: Derived
@@ -72,41 +73,50 @@ class Train(TrainingJob):
 
         A call returns at once: its batch, with the columns that it adds still pending. `|` joins such batches, so calls
         of roles on different ranks overlap. A call waits for the batch that it is given, and `.get()` waits for all
-        columns. A role that the job does without adds none.
+        columns. A role that the job does without adds none. A step that the run stops in is made again by the next
+        start; from its first update on it is completed.
         """
         actor, critic, ref, teacher = run.roles("actor", "critic", "ref", "teacher")
         rollouts, kl = self.rollouts, self.kl_controller
         for step in run.steps():  # between two steps: wait for all calls, log, validate, save, stop if asked to
-            batch: Any = rollouts.next(step)  # wait for samples: prompts -> responses -> scores
+            batch = rollouts.next(step)  # wait for samples: prompts -> responses -> scores; None: the run stops
+            if batch is None or run.stops_before(*FORWARD_PASSES):
+                continue
             self.balance_batch(run, batch)
-            batch = (
-                actor.compute_log_prob(batch)  # skipped if the update adds them
+            pending = (
+                self.compute_old_log_probs(actor, batch)
                 | ref.compute_ref_log_prob(batch)
                 | teacher.compute_teacher_log_prob(batch)
                 | critic.compute_values(batch)
             )
-            batch = actor.compute_advantage(batch, kl_coef=kl.value).get()
+            batch = actor.compute_advantage(pending, kl_coef=kl.value).get()
+            if run.stops_before(*UPDATES):
+                continue
             self.update_kl_coef(run, batch)
             train_batch = self.resample(batch) if self.config.algorithm.use_pf_ppo else batch
             critic.update_critic(train_batch)
+            pending = PendingBatch(batch)
             if self.trains_actor(step):
-                batch |= actor.update_actor(train_batch)  # adds old log-probs, if it computes them
-            self.compute_variance_proxy(run, actor, batch)
+                pending |= actor.update_actor(train_batch)  # adds old log-probs, if it computes them
+            self.compute_variance_proxy(run, actor, pending)
             rollouts.update_weights(step)  # from the actor to the rollout engine
-            run.archive(batch)
+            run.archive(pending)
 
     def trains_actor(self, step: int) -> bool:
         """False in the first trainer.critic_warmup steps of a job with a critic."""
         return step > self.config.trainer.critic_warmup or not self.derived.needs_critic
 
     def balance_batch(self, run: Run, batch: DataProto) -> None:
-        """Assign samples to replicas, and decide whether the step's only update computes the old log-probs."""
+        """Assign samples to replicas."""
+        run.log(assign_to_replicas(batch, self.config, self.derived))
+
+    def compute_old_log_probs(self, actor: Role, batch: DataProto) -> PendingBatch:
+        """The batch with the policy's log-probs before the update; without, if the step's only update computes them."""
         # A recorded batch may have any number of prompts.
         is_one_update = batch.meta_info["num_prompts"] <= self.config.actor.ppo_mini_batch_size
-        batch.meta_info["old_log_prob_in_update"] = (
-            self.derived.old_log_prob_in_update and is_one_update and self.trains_actor(batch.meta_info["step"])
-        )
-        run.log(assign_to_replicas(batch, self.config, self.derived))
+        if self.derived.old_log_prob_in_update and is_one_update and self.trains_actor(batch.meta_info["step"]):
+            return PendingBatch(batch)
+        return actor.compute_log_prob(batch)
 
     def update_kl_coef(self, run: Run, batch: DataProto) -> None:
         """Adapt the weight of the KL penalty in the reward, if there is one."""
@@ -121,7 +131,7 @@ class Train(TrainingJob):
         uniforms = (np.random.Philox(key).random_raw(len(batch)) >> np.uint64(11)) * 2.0**-53
         return batch[pf_ppo_rows(batch.samples["score"], uniforms, pf_ppo)]
 
-    def compute_variance_proxy(self, run: Run, actor: Role, batch: Any) -> None:
+    def compute_variance_proxy(self, run: Run, actor: Role, batch: PendingBatch) -> None:
         """Compute variance_proxy/*. Waits for the update, whose gradient norm it needs: None in a warm-up step."""
         if self.derived.needs_sum_pi_squared:
             run.wait()

@@ -195,7 +195,6 @@ class TrainingJob(Job):
     trained_role: ClassVar[str] = "actor"
     saves_last: ClassVar[bool] = True
     validates_first: bool = False  # before the first step
-    phases_from_update: ClassVar[tuple[str, ...]] = ("step",)  # that a step which updates a model still has to finish
     phases_per_token: ClassVar[tuple[str, ...]] = ()  # whose time is also logged per token
     rows_per_step: int = 0  # of the training data
 

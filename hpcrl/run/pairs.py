@@ -61,14 +61,17 @@ class RefLogps:
         """Pairs whose values are not computed yet."""
         return sum(int(np.isnan(values).any(1).sum()) for values in self.values.values())
 
-    def fill(self, compute: Callable[[str, np.ndarray], np.ndarray]) -> None:
-        """Compute what is missing, and write the file, in any case with what is computed so far.
+    def fill(self, compute: Callable[[str, np.ndarray], np.ndarray | None]) -> bool:
+        """Compute what is missing, and write the file with what is computed so far. Returns whether nothing is missing.
 
-        compute(split, rows): float32 (2 * number of rows,), chosen and rejected in turn.
+        compute(split, rows): float32 (2 * number of rows,), chosen and rejected in turn; None: stop here.
         """
         try:
             for split, rows in self._missing():
-                self.values[split][rows] = compute(split, rows).reshape(-1, 2)
+                if (values := compute(split, rows)) is None:
+                    return False
+                self.values[split][rows] = values.reshape(-1, 2)
+            return True
         finally:
             self._write()
 

@@ -7,7 +7,6 @@ import json
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from statistics import median
@@ -189,8 +188,8 @@ PROFILE_FOLDER = "profile"
 
 
 class ProfiledSteps:
-    """Writes a trace on every rank in the steps of `trainer.profile_steps`: `with profiled(step): ...`. Lives on rank
-    0.
+    """Writes a trace on every rank in the steps of `trainer.profile_steps`, from `begin(step)` to `end()`. Lives on
+    rank 0.
 
     folder: the run's. waits: whether a step ends only when all its traces are written.
     """
@@ -200,22 +199,26 @@ class ProfiledSteps:
         self._folder = folder / PROFILE_FOLDER
         self._steps = frozenset(steps)
         self._waits = waits
+        self._step: int | None = None  # that is profiled now
         self._written: deque[tuple[int, Future[list[str | None]]]] = deque()
 
-    @contextmanager
-    def __call__(self, step: int) -> Iterator[None]:
+    def begin(self, step: int) -> None:
         self._report()
-        if step not in self._steps:
-            yield
-            return
-        self._controller.begin_profile()
-        try:
-            yield
-        except GeneratorExit:  # the step is stopped, and the next slice does the whole of it
+        if step in self._steps:
+            self._step = step
+            self._controller.begin_profile()
+
+    def end(self) -> None:
+        """End the step's trace, if it has one, and write it."""
+        if self._step is not None:
+            self._written.append((self._step, self._controller.end_profile(str(self._stem(self._step)))))
+            self._step = None
+        self._report()
+
+    def discard(self) -> None:
+        """End the trace of a step that is stopped, without a file: the next slice does the whole of it."""
+        if self._step is not None:
             self._controller.end_profile(None)
-            raise
-        self._written.append((step, self._controller.end_profile(str(self._stem(step)))))
-        self._report()
 
     def close(self) -> None:
         """Wait for the traces that are still to be written."""

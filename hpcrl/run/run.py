@@ -7,7 +7,7 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,6 @@ import numpy as np
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.loader import dump_config
 from hpcrl.controller.controller import Controller
-from hpcrl.controller.register import Registration
 from hpcrl.forecast.memory.state import snapshot_bytes
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.record.archive import discard_from
@@ -37,7 +36,7 @@ from hpcrl.run.rollouts.source import RolloutSource, write_samples
 from hpcrl.run.saver import Saver, export, export_adapter
 from hpcrl.run.snapshots import Snapshots
 from hpcrl.run.start import Start, flatten, set_aside, warn_of_changes
-from hpcrl.run.time_budget import StopRequested, TimeBudget
+from hpcrl.run.time_budget import TimeBudget
 from hpcrl.runtime import accelerator, run_owner
 from hpcrl.runtime.exits import DONE, OTHER, REQUEUE, write_exit
 from hpcrl.runtime.job import run_directory
@@ -123,9 +122,11 @@ class Run:
             enabled=trainer.reuse_rollouts,
         )
         self.device_name = accelerator.name_of(world.device)
+        self.stop_reason: str | None = None  # once the run has to save and stop, to be continued by the next start
         self._can_stop = False  # whether the step can be made again from what it began with
+        self._loop_asks = self._was_asked = True  # whether the loop calls `stops_before` in a step, and has in this one
         self.calls: list[Call] = []  # of this step, which may still run
-        self._steps: Iterator[int] = self._take_steps()
+        self._steps = self._take_steps()
         self.prompt_lengths = self.response_lengths = np.zeros(0, np.int64)  # tokens of each sample of this step
         self._state: StateAfterStep
 
@@ -174,25 +175,33 @@ class Run:
         self.is_complete = True
         log.info("stopped at step %d: %s", self.step, reason)
 
-    def before_call(self, registration: Registration) -> None:
-        """Raise StopRequested if there is no time, while the step can still be repeated: until the first update of a
-        model."""
-        if not self._can_stop:
-            return
-        if registration.updates:
-            self.budget.check(*self.job.phases_from_update)
-            self._can_stop = False
-        elif registration.phase is not None:
-            self.budget.check(*(call.phase for call in self.calls), registration.phase)
+    def stops_before(self, *phases: str) -> bool:
+        """Whether the run stops within this step, because a signal was received or these phases and a save do not fit
+        into its time: then the loop takes its next step, `continue`, and there is none. False from the first update of
+        a model on.
 
-    def before_phase(self, phase: str) -> None:
-        """As `before_call`, before a phase that is not a call of a role."""
-        if self._can_stop:
-            self.budget.check(phase)
+        A loop that does not ask is stopped between two steps only.
+        """
+        self._was_asked = True
+        return self.cannot_begin(*phases)
+
+    def cannot_begin(self, *phases: str) -> bool:
+        """As `stops_before`, for phases of a part of the step: the loop itself may ask or not."""
+        return self._can_stop and self.has_to_stop(*phases)
+
+    def has_to_stop(self, *phases: str) -> bool:
+        """Whether the run has to stop before these phases, or has stopped before."""
+        if self.stop_reason is None:
+            self.stop_reason = self.budget.reason_to_stop(*phases)
+        return self.stop_reason is not None
+
+    def begin_update(self) -> None:
+        """Note that the step cannot be repeated any more: it is completed."""
+        self._can_stop = False
 
     def until_done(self, loop: Callable[[Run], None]) -> int:
         """Restore, run the loop, and end. Returns the exit code: done, or to be continued by another slice."""
-        if self.step < self.last_step and not self.is_complete:
+        if not self._is_over:
             disk.report(self.job, self.controller, self.folder, self.step, self.last_step)
         self.long_phases.start()
         self._restore()
@@ -201,14 +210,12 @@ class Run:
         self.events.emit("started", self.step, total_steps=self.total_steps)
         try:
             loop(self)
-        except StopRequested as why:
-            self._steps.close()  # type: ignore[attr-defined]
-            code = self._stop(why)
-        except Exception:
-            self.saver.wait()  # the job ends, but the checkpoint in progress is completed
-            raise
-        else:
-            code = self._end(DONE)
+        except Exception as error:
+            if self.stop_reason is None:
+                self.saver.wait()  # the job ends, but the checkpoint in progress is completed
+                raise
+            log.warning("the loop does not take its next step where the run stops: %s: %s", type(error).__name__, error)
+        code = self._end(DONE) if self.stop_reason is None else self._stop(self.stop_reason)
         run_owner.check()
         if code == DONE:
             self.durable.run_ended()
@@ -220,28 +227,35 @@ class Run:
         with self.controller.phase(name), self.long_phases(name):
             yield
 
-    def _take_steps(self) -> Iterator[int]:
+    def _take_steps(self) -> Generator[int]:
         final: dict[str, float] = {}
         if self.unlogged is not None:
             final = self._close_step(self.step)
-        if self.step < self.last_step and not self.is_complete:
+        if not self._is_over:
             log.info("step %d of %d begins", self.step + 1, self.total_steps)  # tools/bench_start.py searches for it
-        while self.step < self.last_step and not self.is_complete:
+        while not self._is_over:
             step, source = self.step + 1, self.rollouts
-            can_repeat = source is not None and source.can_repeat
-            self.budget.check("gen" if can_repeat else "step")
+            can_stop = self._loop_asks and source is not None and source.can_repeat
+            if self.has_to_stop("gen" if can_stop else "step"):
+                return
             self.metrics = {STEP: float(step)}
             self.calls = []
-            with self.profiled(step), self.timers("step"):
-                self._can_stop = can_repeat
+            self.profiled.begin(step)
+            with self.timers("step"):
+                self._can_stop, self._was_asked = can_stop, False
                 yield step
+                if self.stop_reason is not None:
+                    return
                 self.wait()
                 run_owner.check()
-            self._can_stop = False
+            self.profiled.end()
+            self._can_stop, self._loop_asks = False, self._was_asked
             self.metrics |= self._poll_save()
             self.step = step
             self._state, self.unlogged = self._take_state(), self._line(step)
             final = self._close_step(step) or final
+            if self.stop_reason is not None:
+                return
             # After the log: a kill in between repeats the step, where the other order would lose its line.
             is_last = self.is_complete or (step == self.total_steps and self.job.saves_last)
             if is_last or self._is_due(step, self.config.trainer.save_freq):
@@ -255,17 +269,24 @@ class Run:
             perhaps = (self.saver.step_under_way, self.snapshots.step)
             self.durable.step_ended(step, saved=self.saver.saved_step or 0, perhaps=perhaps)
         run_owner.check()
-        self.writer.hparams(flatten(self.config.model_dump()), final)
+        if self.stop_reason is None:
+            self.writer.hparams(flatten(self.config.model_dump()), final)
+
+    @property
+    def _is_over(self) -> bool:
+        return self.step >= self.last_step or self.is_complete or self.stop_reason is not None
 
     def _is_due(self, step: int, frequency: int) -> bool:
         return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
 
     def _close_step(self, step: int) -> dict[str, float]:
-        """Validate if it is due, and write the step's line. Returns the metrics of validation."""
+        """Validate if it is due, and write the step's line, unless the run has to stop before. Returns the metrics of
+        validation."""
         validation: dict[str, float] = {}
         assert self.unlogged is not None
         if self.job.validation_freq > 0 and (step == 0 or self._is_due(step, self.job.validation_freq)):
-            self.budget.check("testing")
+            if self.has_to_stop("testing"):
+                return {}
             with self.timers("testing"):
                 validation, shown = self.job.validate(self, step)
             run_owner.check()
@@ -414,11 +435,12 @@ class Run:
             self.budget.write_times()  # so that a killed slice leaves them as well
         return found
 
-    def _stop(self, why: StopRequested) -> int:
-        log.warning("stopping: %s", why)
-        self.events.at_end(reason=str(why)[:1000])
-        spans.add_instant(f"stopping: {why}")
-        self._can_stop = False
+    def _stop(self, reason: str) -> int:
+        self._steps.close()
+        self.profiled.discard()
+        log.warning("stopping: %s", reason)
+        self.events.at_end(reason=reason[:1000])
+        spans.add_instant(f"stopping: {reason}")
         with self.timers("save_checkpoint"):
             self.saver.wait()
             if self.saver.saved_step != self.step:

@@ -53,7 +53,6 @@ class ActorWorker(ModelWorker):
         reads=(*SEQUENCE, "rollout_log_probs", "routed_experts?"),
         writes=("old_log_probs", "entropies?", "sum_pi_squared?", "routed_experts?"),
         phase="old_log_prob",
-        skip_if="old_log_prob_in_update",
     )
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Log-probs under the policy before this step's update, their entropy, and their difference from the rollout

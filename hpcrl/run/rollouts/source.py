@@ -134,7 +134,7 @@ class RolloutState(NamedTuple):
     surplus: DataProto | None
 
 
-def _ignore(*_: Any) -> None:
+def _ignore(*_: Any) -> Any:
     pass
 
 
@@ -150,7 +150,7 @@ class RolloutContext:
     eos_token_ids: tuple[int, ...]
     weights: WeightSync
     total_steps: int
-    before_phase: Callable[[str], None] = _ignore  # may raise StopRequested
+    cannot_begin: Callable[[str], bool] = _ignore  # whether the run stops before a phase
     wait: Callable[[], None] = _ignore  # until the calls of the step have ended
     log: Callable[[dict[str, float]], None] = _ignore  # adds to the metrics of the step
 
@@ -339,8 +339,8 @@ class RolloutSource:
         self.context, self.weights = context, context.weights
         self.pool = SamplePool(context)
 
-    def next(self, step: int) -> DataProto:
-        """Wait for the samples that `step` trains on, and return them."""
+    def next(self, step: int) -> DataProto | None:
+        """Wait for the samples that `step` trains on, and return them; None if the run stops before it has them."""
         raise NotImplementedError
 
     def update_weights(self, step: int) -> None:

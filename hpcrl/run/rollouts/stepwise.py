@@ -35,8 +35,8 @@ FIRST_WARNING = 10  # generations of one step after which a line says that it co
 class Stepwise(RolloutSource):
     """Generates the samples of a step together. Surplus samples stay in the pool for the next step."""
 
-    def gather(self, step: int) -> Steps[Collected]:
-        """Generate until the step has its samples.
+    def gather(self, step: int) -> Steps[Collected | None]:
+        """Generate until the step has its samples; None if the run stops before.
 
         With filter_groups, prompts whose samples do not differ in its metric are dropped and others are drawn, until
         data.train_batch_size prompts remain or max_num_gen_batches generations are done.
@@ -56,6 +56,8 @@ class Stepwise(RolloutSource):
                     *(step, gathering.num_prompts, num_needed, gathering.num_batches, filtering.metric),
                 )
             part = yield from self._generate(step, size, gathering)
+            if part is None:
+                return None
             if filtering.enable:
                 part = pool.filtered(part, gathering)
             gathering.groups.append(part)
@@ -83,7 +85,7 @@ class Stepwise(RolloutSource):
             batch = DataProto({}, {"row": np.repeat(rows, config.rollout.n)}, {"split": "train"})
             self.context.controller["rollout"].load_ahead(batch)
 
-    def _generate(self, step: int, size: int, gathering: Gathering) -> Steps[DataProto]:
+    def _generate(self, step: int, size: int, gathering: Gathering) -> Steps[DataProto | None]:
         """Prompts from the sampler, with rollout.n scored responses to each."""
         n, version = self.context.config.rollout.n, self.context.weights.version
         rows, epochs = self.context.sampler.next_rows(size)
@@ -102,24 +104,31 @@ class Stepwise(RolloutSource):
         gathering.num_generated += size * n
         batch = prompts.repeat(n)
         batch.samples["sample_index"] = np.tile(np.arange(n, dtype=np.int64), size)
-        batch = yield from self._respond(batch, self.context.sampling, "gen", gathering)
-        gathering.reports.append(step_report(step, batch.samples))
+        drawn = yield from self._respond(batch, self.context.sampling, "gen", gathering)
+        if drawn is None:
+            return None
+        gathering.reports.append(step_report(step, drawn.samples))
         if self.context.derived.needs_reward_baseline:
             gathering.num_greedy += size
             prompts.samples["sample_index"] = np.full(size, n, np.int64)
             sampling = replace(self.context.sampling, temperature=0.0, routed_experts=False)
             greedy = yield from self._respond(prompts, sampling, "gen_max", gathering)
-            batch.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
-        batch.meta_info.clear()
-        return batch
+            if greedy is None:
+                return None
+            drawn.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
+        drawn.meta_info.clear()
+        return drawn
 
     def _respond(
         self, batch: DataProto, sampling: SamplingParams, phase: str, gathering: Gathering
-    ) -> Steps[DataProto]:
+    ) -> Steps[DataProto | None]:
+        """The batch with responses and their scores; None if the run stops before."""
         context = self.context
-        context.before_phase(phase)
+        if context.cannot_begin(phase):
+            return None
         batch = batch.union((yield phase, context.controller["rollout"].generate(batch, sampling)))
-        context.before_phase("judge" if context.config.reward.judge.enable else "reward")
+        if context.cannot_begin("judge" if context.config.reward.judge.enable else "reward"):
+            return None
         batch = yield from scoring(context.controller, batch, context.config.reward)
         gathering.metrics += batch.metrics
         self.pool.first_samples.check_scores(batch)
@@ -139,8 +148,9 @@ class Synchronous(Stepwise):
 
     can_repeat = True
 
-    def next(self, step: int) -> DataProto:
-        return self.context.deliver(BackgroundTask(self.gather(step), self.context.timers).get())
+    def next(self, step: int) -> DataProto | None:
+        collected = BackgroundTask(self.gather(step), self.context.timers).get()
+        return None if collected is None else self.context.deliver(collected)
 
     def update_weights(self, step: int) -> None:
         self.context.wait()
