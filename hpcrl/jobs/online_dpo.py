@@ -16,7 +16,8 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.jobs.train import UPDATES, Train
+from hpcrl.jobs.train import UPDATES, Train, TrainReport
+from hpcrl.run.job_parts import Report
 from hpcrl.run.pairs import check_loss
 from hpcrl.run.rollouts.choice import assign_to_replicas
 
@@ -30,12 +31,18 @@ class OnlineDpoConfig(Section, PairParameters):
     loss_type: str = Field("sigmoid", description="name of a registered preference loss on pairs; sigmoid is DPO")
 
 
+class OnlineDpoReport(TrainReport):
+    shown = {"score": "critic/score/mean", "length": "response_length/mean", "accuracy": "rewards/accuracies"}
+    label = Report.label
+    is_predicted = False
+
+
 class OnlineDpo(Train):
     """Online DPO (Guo et al. 2024, arXiv:2402.04792): the better of two responses is chosen, the other one rejected."""
 
-    name = label = "online_dpo"
+    name = "online_dpo"
     section = OnlineDpoConfig
-    is_predicted = False
+    report_class = OnlineDpoReport
     memory_advice = (
         "a smaller actor.ppo_max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp, a "
         "smaller rollout.gpu_memory_utilization"
@@ -135,10 +142,6 @@ class OnlineDpo(Train):
             replace(spec, worker=f"hpcrl.workers.{workers[spec.name]}") if spec.name in workers else spec
             for spec in super().roles()
         ]
-
-    def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        shown = {"score": "critic/score/mean", "length": "response_length/mean", "accuracy": "rewards/accuracies"}
-        return {name: metrics[key] for name, key in shown.items() if key in metrics}
 
 
 def pair_rows(batch: DataProto) -> np.ndarray:

@@ -43,7 +43,7 @@ def trained_models(job: TrainingJob, controller: Controller) -> dict[str, RoleMo
     """The models that checkpoints hold, by role."""
     config, inputs, models = job.config, job.inputs, dict[str, RoleModel]()
     for spec in job.all_roles():
-        optim = job.optim_of(spec)
+        optim = job.models.optimizer(spec)
         if optim is not None and spec.head is not None:
             shape, itemsize = inputs.shapes.get(spec.name, inputs.shape), ITEMSIZE[spec.architecture(config).dtype]
             lora = Lora.from_config(config.model) if spec.path == "actor" else None

@@ -28,7 +28,7 @@ from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset
 from hpcrl.data.image_loader import tower_tokens
 from hpcrl.data.supervision import Supervised
 from hpcrl.run.calls import metrics_of
-from hpcrl.run.job import SupervisedConfig, SupervisedJob
+from hpcrl.run.job import SupervisedConfig, SupervisedJob, SupervisedValidation
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.new_files import draft_of
 
@@ -136,9 +136,20 @@ def check_loss(section: str, own: Any) -> PreferenceLoss:
     return loss
 
 
+class PairsValidation(SupervisedValidation):
+    def run(self, run: Run, step: int) -> tuple[dict[str, float], str]:
+        """Metrics of the loss over the first validation pairs."""
+        job: PairsJob = self.job
+        rows = np.arange(min(job.own.eval_samples, len(job.inputs.pairs["val"])), dtype=np.int64)
+        batch = job.pairs("val", rows)
+        batch = job.with_reference(run, batch.union(run.controller["data"].load(batch).get()))
+        return metrics_of(run.controller[job.trained_role].evaluate(batch).get()), ""
+
+
 class PairsJob(SupervisedJob):
     """A job that trains one role on chosen and rejected answers; its section is a `PairsConfig`."""
 
+    validation_class = PairsValidation
     side_note: ClassVar[str] = ""  # what is said of each where an example is shown
 
     @classmethod
@@ -224,13 +235,6 @@ class PairsJob(SupervisedJob):
         for dp in {layout.dp for layout in self.derived.roles.values()}:
             samples[replica_column(dp)] = np.repeat(balanced_assignment(work, dp), 2)
         return DataProto({}, samples, {"split": split})
-
-    def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
-        """Metrics of the loss over the first validation pairs."""
-        rows = np.arange(min(self.own.eval_samples, len(self.inputs.pairs["val"])), dtype=np.int64)
-        batch = self.pairs("val", rows)
-        batch = self.with_reference(run, batch.union(run.controller["data"].load(batch).get()))
-        return metrics_of(run.controller[self.trained_role].evaluate(batch).get()), ""
 
     def with_reference(self, run: Run, batch: DataProto) -> DataProto:
         """The batch with what the trained role's `evaluate` reads besides its sequences."""

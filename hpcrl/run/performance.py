@@ -10,15 +10,23 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from functools import reduce
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.busy import BusyReport, MemoryUse
 from hpcrl.controller.controller import Controller, Future
+from hpcrl.model.params import has_fp8_products
 from hpcrl.model.shape import ModelShape, forward_flops, training_flops
 from hpcrl.model.vision import tower_training_factor
+from hpcrl.run.job_parts import Report
+from hpcrl.run.rollouts.source import idle_metrics
 from hpcrl.runtime.watchdog import STRAGGLERS_FILE
+from hpcrl.workers.response_columns import ROLLOUT_BUSY_S, TOWER_FLOPS
+
+if TYPE_CHECKING:
+    from hpcrl.run.predicted import PredictedSteps
+    from hpcrl.run.run import Run
 
 
 def mfu_metrics(
@@ -267,3 +275,49 @@ def peak_of(device_name: str, *, fp8: bool = False) -> float | None:
     products; then those of fp8, although small products, attention and the head are not."""
     words = device_name.replace("-", " ").split()
     return next((peaks[fp8] for name, peaks in PEAKS.items() if name in words), None)
+
+
+class TrainReport(Report):
+    """Of `hpcrl train` and jobs like it: utilisation, predicted seconds, and idle shares of asynchronous modes."""
+
+    shown = {
+        "score": "critic/score/mean",
+        "length": "response_length/mean",
+        "entropy": "actor/entropy",
+        "ratio_kl": "actor/ppo_kl",
+    }
+    phases_per_token = ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
+    is_predicted = True  # the time of steps, by job.machine
+    predicted: PredictedSteps | None = None
+    peak_flops: float | None = None  # of a device, if it is known
+
+    @property
+    def label(self) -> str:
+        return "ppo" if self.job.derived.needs_critic else str(self.job.config.algorithm.adv_estimator)
+
+    def set_up(self, run: Run) -> None:
+        job, model = self.job, self.job.config.model
+        if run.device_name:
+            fp8 = has_fp8_products(job.inputs.shape, model.transformer_engine.fp8, job.derived.roles["actor"].tp)
+            self.peak_flops = peak_of(run.device_name, fp8=fp8)
+        if job.config.job.machine is not None and self.is_predicted:
+            from hpcrl.run.predicted import PredictedSteps
+
+            self.predicted = PredictedSteps.of_job(job, run)
+
+    def step_metrics(
+        self, run: Run, seconds: dict[str, float], lengths: list[int], num_response_tokens: int
+    ) -> dict[str, float]:
+        config, derived = self.job.config, self.job.derived
+        metrics: dict[str, float] = {}
+        if self.predicted is not None:
+            prompts, responses = run.prompt_lengths, run.response_lengths
+            metrics |= self.predicted.observe(seconds, prompts, responses, run.metrics, run.stragglers.slow)
+        if self.peak_flops is not None:
+            sizes = (config, derived, self.job.inputs.shape, lengths, num_response_tokens)
+            metrics |= mfu_metrics(*sizes, seconds, self.peak_flops, run.metrics.get(TOWER_FLOPS, 0.0))
+        if config.async_training.mode != "sync":
+            busy = run.metrics.get(ROLLOUT_BUSY_S, 0.0)  # missing if surplus samples were enough for the step
+            waited, step = seconds.get("timing_s/gen", 0.0), seconds["timing_s/step"]
+            metrics |= idle_metrics(waited, busy, step, derived.roles["rollout"].dp)
+        return metrics

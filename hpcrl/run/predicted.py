@@ -22,6 +22,7 @@ from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.step import APART, Prediction, forget_lengths, predict, with_measured_load
 from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.run.performance import EXCESS, STEPS, Slow
+from hpcrl.run.rollouts.source import NUM_GEN_BATCHES
 
 if TYPE_CHECKING:
     from hpcrl.run.job import TrainingJob
@@ -91,7 +92,7 @@ def _full_device(evidence: Evidence) -> str | None:
 
 
 def _generations(evidence: Evidence) -> str | None:
-    count = evidence.metrics.get("train/num_gen_batches", 1.0)
+    count = evidence.metrics.get(NUM_GEN_BATCHES, 1.0)
     if evidence.phase != "gen" or count <= 1:
         return None
     return f"algorithm.filter_groups took {count:.0f} generations, and one is predicted"

@@ -30,6 +30,7 @@ from hpcrl.observe.record.archive import UPDATE_COLUMNS, step_path
 from hpcrl.observe.record.writer import METRICS_FILE, json_line
 from hpcrl.run.job import SupervisedJob, TrainingJob
 from hpcrl.run.job_config import softmax_vocab_of
+from hpcrl.run.job_parts import Validation
 from hpcrl.run.run import Run, versions
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, OTHER, InputError
@@ -171,7 +172,7 @@ class Replay(TrainingJob):
 
     handles_signals = False
     saves_last = False
-    validates_first = False
+    validation_class = Validation  # there is none
     starts: ClassVar[dict[int, Path]]  # checkpoints from which it may start; on rank 0
     first: int  # step that is taken; on rank 0
     versions_then: dict[str, str]  # those of the checkpoint; on rank 0
@@ -228,10 +229,6 @@ class Replay(TrainingJob):
     @property
     def last_step(self) -> int:
         return int(self.arguments.step)
-
-    @property
-    def validation_freq(self) -> int:
-        return -1
 
     def total_steps(self) -> int:
         return max(super().total_steps(), self.last_step)

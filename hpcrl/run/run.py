@@ -29,6 +29,7 @@ from hpcrl.observe.trace.rank_trace import discard_other_ranks
 from hpcrl.observe.trace.records import TRACE_FOLDER
 from hpcrl.run import disk
 from hpcrl.run.calls import Call, PendingBatch, Role
+from hpcrl.run.job_parts import EPOCH, TOTAL_NUM_TOKENS
 from hpcrl.run.model_card import card_facts
 from hpcrl.run.performance import PROFILE_FOLDER, ProfiledSteps, Stragglers
 from hpcrl.run.rollouts.durable_rollouts import DurableRollouts, bring_back, origin_of
@@ -81,7 +82,7 @@ class Run:
         self._open_folder()
         first_line = 0 if start.folder is None else start.step + (start.unlogged is None)
         self.writer = MetricsWriter(self.folder, first_step=first_line)
-        self.progress = Progress(total_steps, job.label, start.step + 1)
+        self.progress = Progress(total_steps, job.report.label, start.step + 1)
         self.timers = PhaseTimers(announce=self._phase)
         self.long_phases = LongPhases(self.timers.longest, lambda: int(self.metrics.get(STEP, self.step)))
         trainer, is_sync = self.config.trainer, self.config.async_training.mode == "sync"
@@ -132,7 +133,7 @@ class Run:
 
     def roles(self, *names: str) -> list[Role]:
         """The named roles, for calls. A role that this job does not have leaves batches unchanged."""
-        return [Role(self, self.controller.groups.get(self.job.stands_for(name))) for name in names]
+        return [Role(self, self.controller.groups.get(self.job.models.stands_for(name))) for name in names]
 
     def steps(self) -> Iterator[int]:
         """The remaining steps, counted from 1. Between two steps: metrics, validation, checkpoint, time budget."""
@@ -152,7 +153,7 @@ class Run:
         """Count the samples of this step, for sizes and speeds."""
         samples = batch.samples
         self.prompt_lengths, self.response_lengths = samples["prompt_length"], samples["response_length"]
-        self.metrics["perf/total_num_tokens"] = float(self.prompt_lengths.sum() + self.response_lengths.sum())
+        self.metrics[TOTAL_NUM_TOKENS] = float(self.prompt_lengths.sum() + self.response_lengths.sum())
 
     def archive(self, batch: DataProto | PendingBatch) -> None:
         """Write the step's samples with all columns to rollouts/, if trainer.save_rollouts is set."""
@@ -284,11 +285,12 @@ class Run:
         validation."""
         validation: dict[str, float] = {}
         assert self.unlogged is not None
-        if self.job.validation_freq > 0 and (step == 0 or self._is_due(step, self.job.validation_freq)):
+        freq = self.job.validation.freq
+        if freq > 0 and (step == 0 or self._is_due(step, freq)):
             if self.has_to_stop("testing"):
                 return {}
             with self.timers("testing"):
-                validation, shown = self.job.validate(self, step)
+                validation, shown = self.job.validation.run(self, step)
             run_owner.check()
             if shown:
                 self.writer.text("validation/samples", step, shown)
@@ -302,7 +304,7 @@ class Run:
         self.metrics |= validation
         self.events.at_step(step)
         if step > 0:
-            self.progress.update(step, self.job.progress(self.metrics))
+            self.progress.update(step, self.job.report.progress(self.metrics))
         return validation
 
     def _line(self, step: int) -> dict[str, float]:
@@ -315,15 +317,15 @@ class Run:
         of_samples, of_responses = sum(lengths), int(self.response_lengths.sum())
         for name in [name for name in line if name.startswith("timing_s/")] if of_samples else []:
             phase = name.removeprefix("timing_s/")
-            if phase in self.job.phases_per_token:
+            if phase in self.job.report.phases_per_token:
                 tokens = of_responses if phase == "gen" else of_samples
                 line[f"timing_per_token_ms/{phase}"] = 1e3 * line[name] / max(tokens, 1)
         seconds = line["timing_s/step"]
         line["perf/time_per_step"] = seconds
-        num_tokens = self.metrics.get("perf/total_num_tokens", 0.0)
+        num_tokens = self.metrics.get(TOTAL_NUM_TOKENS, 0.0)
         line["perf/throughput"] = num_tokens / seconds / self.job.derived.world_size
         line["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        line |= self.job.step_metrics(self, line, lengths, of_responses)
+        line |= self.job.report.step_metrics(self, line, lengths, of_responses)
         refit = self.rollouts.weights.metrics if self.rollouts is not None else {}
         return self.metrics | refit | line
 
@@ -349,19 +351,21 @@ class Run:
     def _restore(self) -> None:
         """Load weights, optimizers and counters of the start, and copy the weights to the rollout engine."""
         workers, start, job = self.controller, self.start, self.job
-        for role in job.loaded_roles:
-            if start.folder is not None and role in job.saved_roles:
+        for role in job.models.loaded:
+            if start.folder is not None and role in job.models.saved:
                 workers[role].load(str(start.folder)).get()
             elif start.init_from is not None:
                 workers[role].load(str(start.init_from), role="actor", weights_only=True).get()
         for role, folder in start.frozen.items():
             workers[role].load_frozen(str(folder)).get()
         job.set_up(self)
+        for part in (job.report, job.validation, job.models, job.saved_state):
+            part.set_up(self)
         if start.folder is None:
-            if job.validates_first and job.validation_freq > 0:
+            if job.validation.first and job.validation.freq > 0:
                 self.unlogged = {}
         else:
-            job.load_state(start.state)
+            job.saved_state.load(start.state)
             if self.rollouts is not None:
                 self.rollouts.load(start.state, start.folder, start.step)
             log.info("resuming after step %d from %s", start.step, start.folder)
@@ -379,13 +383,13 @@ class Run:
 
     def _take_state(self) -> StateAfterStep:
         loop = {
-            "epoch": self.metrics.get("training/epoch", self.start.state.get("epoch", 0.0)),
+            "epoch": self.metrics.get(EPOCH, self.start.state.get("epoch", 0.0)),
             "init_from": str(self.start.init_from) if self.start.init_from else None,
             "frozen": {role: str(folder) for role, folder in self.start.frozen.items()},
         }
         source = self.rollouts.between_steps() if self.rollouts is not None else None
-        job = self.job.position(self.step) | self.job.state(self.step)
-        return StateAfterStep(loop | job, source, self.metrics)
+        job = self.job.saved_state
+        return StateAfterStep(loop | job.position(self.step) | job.save(self.step), source, self.metrics)
 
     def _save(self) -> None:
         """Begin a checkpoint of the last trained step, whether it is logged or not."""
@@ -393,7 +397,7 @@ class Run:
 
         def write(folder: Path) -> dict[str, Any]:
             """Write more files into the checkpoint; returns what its trainer.json holds."""
-            if "actor" in self.job.saved_roles and (config.trainer.save_hf or config.model.lora_rank > 0):
+            if "actor" in self.job.models.saved and (config.trainer.save_hf or config.model.lora_rank > 0):
                 facts = card_facts(self.folder, stamp, step)
                 if config.trainer.save_hf:
                     export(self.controller, config, folder / "huggingface", facts, self.job.inputs.tokenizer)
@@ -401,19 +405,19 @@ class Run:
                     export_adapter(self.controller, config, folder / "lora_adapter", facts)
             return self._state_in(folder)
 
-        self.saver.begin(self.controller, step, self.job.saved_roles, self._state.metrics, write)
+        self.saver.begin(self.controller, step, self.job.models.saved, self._state.metrics, write)
 
     def _take_snapshot(self) -> None:
         """Begin a snapshot of the last trained step in memory of the nodes."""
         metric = self.saver.metric(self.step, self._state.metrics)
-        self.snapshots.begin(self.controller, self.step, self.job.saved_roles, metric, self._state_in)
+        self.snapshots.begin(self.controller, self.step, self.job.models.saved, metric, self._state_in)
 
     @cached_property
     def _stamp(self) -> dict[str, Any]:
         """What a checkpoint says of the job."""
         digest = hashlib.blake2b(dump_config(self.config).encode(), digest_size=8).hexdigest()
         stamp = {"job": self.job.name, "config_hash": digest, "versions": versions()}
-        return stamp | {"roles": list(self.job.saved_roles), "command": self.job.command, "rows": self.job.num_rows}
+        return stamp | {"roles": list(self.job.models.saved), "command": self.job.command, "rows": self.job.num_rows}
 
     def _state_in(self, folder: Path) -> dict[str, Any]:
         """The contents of trainer.json after the last trained step. Writes samples that wait for training."""

@@ -26,11 +26,13 @@ from hpcrl.observe.read.evaluation import Way
 from hpcrl.observe.record.writer import generations_table, write_generations
 from hpcrl.rewards.manager import has_acc
 from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.run.job_parts import Validation
 from hpcrl.run.problem_results import ProblemResults
 from hpcrl.run.rollouts.scoring import failed_scores, score
 from hpcrl.runtime import run_owner
 
 if TYPE_CHECKING:
+    from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 
 
@@ -370,3 +372,26 @@ def variables_of(samples: Mapping[str, np.ndarray]) -> Variables:
         "acc": [None if np.isnan(acc) else acc for acc in samples["acc"].tolist()],
         **{name: [extra.get(name) for extra in extras] for name in names},
     }
+
+
+class TrainValidation(Validation):
+    """Samples of the validation prompts, with the engine of the rollouts."""
+
+    validator: Validator | None = None  # if there are validation prompts
+
+    def set_up(self, run: Run) -> None:
+        if "val" in self.job.inputs.prompts:
+            self.validator = Validator.of_job(run.controller, self.job.config, self.job.inputs, run.folder)
+
+    @property
+    def first(self) -> bool:  # type: ignore[override]
+        return self.job.config.trainer.val_before_train and self.validator is not None
+
+    @property
+    def freq(self) -> int:
+        return self.job.config.trainer.test_freq if self.validator is not None else -1
+
+    def run(self, run: Run, step: int) -> tuple[dict[str, float], str]:
+        assert self.validator is not None
+        with self.job.rollouts.paused(step):
+            return self.validator.run(step)

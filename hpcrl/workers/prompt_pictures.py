@@ -22,6 +22,7 @@ from hpcrl.model.vision import tower_flops
 from hpcrl.observe.record.archive import ArchiveError, PictureFolder
 from hpcrl.rollout.protocol import PictureEncoder, PromptPicture, Request, RolloutEngine, ToolPicture, Trajectory
 from hpcrl.runtime.job import run_directory
+from hpcrl.workers.response_columns import TOWER_FLOPS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -215,7 +216,7 @@ class PromptPictures:
             keep_tool_pictures(self.folder, returned)
         counts = {"perf/pictures": float(len(shown.features)), "perf/pictures_encoded": float(shown.num_encoded)}
         if flops := self.flops(column):
-            counts["perf/tower_flops"] = flops
+            counts[TOWER_FLOPS] = flops
         metrics = {name: Sum(count) for name, count in counts.items()}
         return DataProto({"pictures": column}, samples, {"metrics": metrics})
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import MultiTurnConfig
     from hpcrl.workers.rollout import RolloutWorker
 
+# Metrics that rank 0 reads.
+ROLLOUT_BUSY_S, ROLLOUTS_REUSED, ROLLOUTS_STALE = "perf/rollout_busy_s", "perf/rollouts_reused", "perf/rollouts_stale"
+TOWER_FLOPS = "perf/tower_flops"
+
 RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
 WRITTEN = (*RECORDED, "routed_experts?", "pictures?", "turn_rewards?", "turn_states?", "sequence_starts?")
 

@@ -18,7 +18,7 @@ from hpcrl.rollout.environments.turn_handler import TurnHandler, TurnResult, tur
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams, Trajectory
 from hpcrl.runtime.mpi import wait_for_ranks
 from hpcrl.workers.prompt_pictures import EncodedPictures
-from hpcrl.workers.response_columns import conversation_columns, response_columns
+from hpcrl.workers.response_columns import ROLLOUTS_REUSED, conversation_columns, response_columns
 
 if TYPE_CHECKING:
     from hpcrl.workers.rollout import RolloutWorker
@@ -120,7 +120,7 @@ class ResponseStream:
         columns.samples["weight_version_min"], columns.samples["weight_version_max"] = versions.T
         num_recalled = sum(response.is_recalled for response in responses)
         if num_recalled:
-            recalled: dict[str, Metric] = {"perf/rollouts_reused": Sum(float(num_recalled))}
+            recalled: dict[str, Metric] = {ROLLOUTS_REUSED: Sum(float(num_recalled))}
             columns.meta_info["metrics"] = merge([*columns.metrics, recalled])
         return columns
 

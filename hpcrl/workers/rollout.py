@@ -22,7 +22,15 @@ from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
 from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures
-from hpcrl.workers.response_columns import WRITTEN, conversation_columns, recorded_responses, response_columns
+from hpcrl.workers.response_columns import (
+    ROLLOUT_BUSY_S,
+    ROLLOUTS_REUSED,
+    ROLLOUTS_STALE,
+    WRITTEN,
+    conversation_columns,
+    recorded_responses,
+    response_columns,
+)
 from hpcrl.workers.response_journal import ResponseJournal
 from hpcrl.workers.response_stream import ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
@@ -116,7 +124,7 @@ class RolloutWorker(Worker):
         if self.pictures is not None and shown is not None:
             options = {"has_tools": self.agent is not None, "archives": "weight_version" in batch.meta_info}
             columns = columns.union(self.pictures.drawn(shown, trajectories, **options))
-        counts["perf/rollout_busy_s"] = Sum(time.perf_counter() - start)
+        counts[ROLLOUT_BUSY_S] = Sum(time.perf_counter() - start)
         columns.meta_info["metrics"] = merge([metrics, *columns.metrics, counts])
         return columns
 
@@ -137,12 +145,12 @@ class RolloutWorker(Worker):
             self.journal.begin(sampling, step=batch.meta_info["step"], version=version, recall=recall)
             journaled = enumerate([self.journal.recall(request) for request in requests])
             known = {index: done for index, done in journaled if done is not None}
-            counts = {"reused": len(known), "stale": self.journal.num_stale}
+            counts = {ROLLOUTS_REUSED: len(known), ROLLOUTS_STALE: self.journal.num_stale}
         for index, done in known.items():
             self._begin_score(batch, index, done)
         skipped = set(self.context.broadcast(self.layout, list(known) if self.is_leader else None)) if recall else set()
         missing = [index for index in range(len(requests)) if index not in skipped]
-        return known, missing, {f"perf/rollouts_{name}": Sum(float(count)) for name, count in counts.items() if count}
+        return known, missing, {name: Sum(float(count)) for name, count in counts.items() if count}
 
     def _draw(
         self, batch: DataProto, requests: list[Request], sampling: SamplingParams, shown: EncodedPictures | None

@@ -90,5 +90,5 @@ def test_the_forecast_has_the_optimizer_of_the_jobs_own_section(name: str) -> No
     config = job.schema().model_validate({name: {"optim": {"optimizer": "sgd"}}})
     made = job(cast("World", None), config, None, argparse.Namespace())
     spec = replace({"actor": ACTOR, "reward": REWARD}[job.trained_role or ""], trains=True)
-    assert cast("OptimConfig", made.optim_of(spec)).optimizer == "sgd"
-    assert made.optim_of(REF) is None
+    assert cast("OptimConfig", made.models.optimizer(spec)).optimizer == "sgd"
+    assert made.models.optimizer(REF) is None

@@ -24,9 +24,11 @@ from hpcrl.observe.record.archive import finish_step, step_path
 from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rewards.manager import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.run.job_parts import EPOCH
 from hpcrl.run.rollouts.scoring import DroppedPrompts, FirstSamples, differing, metric_values, num_prompts, numbered
 from hpcrl.run.saver import raise_first
 from hpcrl.runtime.exits import InputError
+from hpcrl.workers.response_columns import ROLLOUTS_REUSED, ROLLOUTS_STALE
 
 if TYPE_CHECKING:
     from hpcrl.engine.refit.refit import RefitReport
@@ -122,6 +124,7 @@ class Counts:
 
 log = logging.getLogger(__name__)
 
+NUM_GEN_BATCHES = "train/num_gen_batches"  # metric
 RECORDED = ("row", "epoch", "prompt", "sample_index", "position", "weight_version_min", "weight_version_max")
 
 Collected = tuple[DataProto, dict[str, float]]  # a step's samples, and its metrics so far
@@ -162,7 +165,7 @@ class RolloutContext:
     def deliver(self, collected: Collected) -> DataProto:
         """Log the metrics of a step's samples so far, and return the samples."""
         batch, metrics = collected
-        self.log(metrics | {"training/epoch": float(batch.samples["epoch"][0])})
+        self.log(metrics | {EPOCH: float(batch.samples["epoch"][0])})
         return batch
 
 
@@ -253,7 +256,7 @@ class SamplePool:
     def metrics_of(self, step: int, batch: DataProto, gathering: Gathering) -> dict[str, float]:
         config = self.context.config
         metrics = finish(merge(gathering.metrics))
-        reused, stale = (int(metrics.get(f"perf/rollouts_{what}", 0)) for what in ("reused", "stale"))
+        reused, stale = (int(metrics.get(name, 0)) for name in (ROLLOUTS_REUSED, ROLLOUTS_STALE))
         if reused or stale:
             log.info(
                 "step %d: %d of %d responses are reused from an interrupted attempt; %d of its responses, of other "
@@ -262,7 +265,7 @@ class SamplePool:
             )
         if config.algorithm.filter_groups.enable:
             metrics |= {
-                "train/num_gen_batches": float(gathering.num_batches),
+                NUM_GEN_BATCHES: float(gathering.num_batches),
                 "training/filter_groups/evicted_samples": float(gathering.num_evicted),
                 "training/filter_groups/surplus_samples": float(len(self.surplus) if self.surplus is not None else 0),
             }

@@ -16,6 +16,7 @@ from hpcrl.controller.controller import replica_column
 from hpcrl.data.curriculum import step_report
 from hpcrl.run.rollouts.scoring import num_prompts, numbered, score
 from hpcrl.run.rollouts.source import Gathering, RolloutContext, RolloutSource, RolloutState
+from hpcrl.workers.response_columns import ROLLOUT_BUSY_S
 
 if TYPE_CHECKING:
     from hpcrl.workers.response_stream import Finished
@@ -76,7 +77,7 @@ class Streaming(RolloutSource):
                 with self.context.timers("gen"):
                     self.controller.listen()
         batch = self.pool.complete(self._oldest(step))
-        metrics = {"perf/rollout_busy_s": self.busy_seconds}
+        metrics = {ROLLOUT_BUSY_S: self.busy_seconds}
         metrics |= self.pool.metrics_of(step, batch, self.seen)
         self.busy_seconds, self.seen = 0.0, Gathering()
         return self.context.deliver((batch, metrics))

@@ -1,7 +1,6 @@
-"""GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1) by hand: its loop and its advantages.
+"""docs/examples/grpo_by_hand.py of November 2026, with members of a job under the names that they had then."""
 
-mpiexec -n 4 python -m hpcrl run docs/examples/grpo_by_hand.py configs/grpo_countdown_cpu.yaml run.name=by_hand
-"""
+from typing import Any
 
 import torch
 
@@ -35,6 +34,26 @@ class GrpoByHand(Train):
 
     name = "grpo_by_hand"
     own_roles = (GroupActor,)
+    label = "mine"
+    phases_from_update = ("update_actor", "update_weights")
+
+    @property
+    def validation_freq(self) -> int:
+        return super().validation_freq
+
+    def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
+        metrics, shown = super().validate(run, step)
+        return metrics | {"mine/validated": float(step)}, shown
+
+    def step_metrics(self, run: Run, seconds: Any, lengths: list[int], num_response_tokens: int) -> dict[str, float]:
+        return {**super().step_metrics(run, seconds, lengths, num_response_tokens), "mine/samples": float(len(lengths))}
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {**super().state(step), "mine": step}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        assert state["mine"] == self.start.step
 
     def loop(self, run: Run) -> None:
         (actor,) = run.roles("actor")
