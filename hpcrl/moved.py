@@ -112,8 +112,12 @@ MODULES = {
     "rollout.native.decode_graphs": "rollout.engines.native.paged_decode",
     "rollout.native.decode_state": "rollout.engines.native.paged_decode",
     "rollout_source.background_task": "run.rollouts.scoring",
+    "rollout_source.durable_rollouts": "run.recovery",
+    "run.disk": "run.saver",
     "run.likely_cause": "run.predicted",
+    "run.problem_results": "run.inference",
     "run.ref_logps": "run.pairs",
+    "run.rollouts.durable_rollouts": "run.recovery",
     "runtime.check": "machine.check",
     "runtime.check_job": "machine.check_job",
     "runtime.event_process": "runtime.events",
@@ -145,12 +149,13 @@ MODULES = {
     "tracing.clocks": "observe.trace.records",
     "tracing.picture": "observe.trace.command",
     "viewer.paired_samples": "observe.report.samples_view",
+    "workers.critic": "workers.actor",
     "workers.kto": "workers.preference",
     "workers.online_dpo": "workers.preference",
     "workers.tool_pictures": "workers.prompt_pictures",
     "workers.verdict_cache": "workers.judge",
 }
-KEPT = ("rollout.agent.tools", "telemetry.curves", "telemetry.scalars", "telemetry.summary")
+KEPT = ("workers.critic", "rollout.agent.tools", "telemetry.curves", "telemetry.scalars", "telemetry.summary")
 
 
 def new_name(old: str) -> str | None:

@@ -155,7 +155,7 @@ class RefStub(Worker):
 
 
 class CriticStub(Worker):
-    """Registered as `hpcrl.workers.critic.CriticWorker`."""
+    """Registered as `hpcrl.workers.actor.CriticWorker`."""
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,

@@ -261,7 +261,7 @@ FAULTS = [
     Fault(
         "lost-over-kill",
         "no prompt is lost or trained twice over a kill",
-        "run/rollouts/durable_rollouts.py",
+        "run/recovery.py",
         "return checkpoint < step <= checkpoint + 1 + self.num_ahead",
         "return checkpoint + 1 < step <= checkpoint + 1 + self.num_ahead",
         0,

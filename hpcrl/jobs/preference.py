@@ -23,7 +23,7 @@ from hpcrl.data.supervision import Supervised
 from hpcrl.run.job import SupervisedModels
 from hpcrl.run.job_parts import Report
 from hpcrl.run.pairs import REF_LOGPS_FILE, PairsConfig, PairsJob, RefLogps, check_loss, ref_logps_key
-from hpcrl.run.rollouts.durable_rollouts import origin_of
+from hpcrl.run.recovery import origin_of
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

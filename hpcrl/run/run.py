@@ -27,14 +27,13 @@ from hpcrl.observe.record.writer import METRICS_FILE, MetricsWriter, without_nan
 from hpcrl.observe.report.summary import at_end, next_commands
 from hpcrl.observe.trace.rank_trace import discard_other_ranks
 from hpcrl.observe.trace.records import TRACE_FOLDER
-from hpcrl.run import disk
 from hpcrl.run.calls import Call, PendingBatch, Role
 from hpcrl.run.job_parts import EPOCH, TOTAL_NUM_TOKENS
 from hpcrl.run.model_card import card_facts
 from hpcrl.run.performance import PROFILE_FOLDER, ProfiledSteps, Stragglers
-from hpcrl.run.rollouts.durable_rollouts import DurableRollouts, bring_back, origin_of
+from hpcrl.run.recovery import DurableRollouts, bring_back, origin_of
 from hpcrl.run.rollouts.source import RolloutSource, write_samples
-from hpcrl.run.saver import Saver, export, export_adapter
+from hpcrl.run.saver import Saver, export, export_adapter, report_disk, trained_models
 from hpcrl.run.snapshots import Snapshots
 from hpcrl.run.start import Start, flatten, set_aside, warn_of_changes
 from hpcrl.run.time_budget import TimeBudget
@@ -104,7 +103,7 @@ class Run:
         )
         needed = {}
         if world.node_memory is not None:
-            needed = snapshot_bytes(disk.trained_models(job, controller), world.node_memory.nodes)
+            needed = snapshot_bytes(trained_models(job, controller), world.node_memory.nodes)
         self.snapshots = Snapshots(world.key_value_store, world.node_memory, self.folder, needed)
         self.budget = TimeBudget(
             self.folder,
@@ -203,7 +202,7 @@ class Run:
     def until_done(self, loop: Callable[[Run], None]) -> int:
         """Restore, run the loop, and end. Returns the exit code: done, or to be continued by another slice."""
         if not self._is_over:
-            disk.report(self.job, self.controller, self.folder, self.step, self.last_step)
+            report_disk(self.job, self.controller, self.folder, self.step, self.last_step)
         self.long_phases.start()
         self._restore()
         if self._stop_requests is not None:

@@ -27,11 +27,11 @@ from hpcrl.observe.record.writer import generations_table, write_generations
 from hpcrl.rewards.manager import has_acc
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.run.job_parts import Validation
-from hpcrl.run.problem_results import ProblemResults
 from hpcrl.run.rollouts.scoring import failed_scores, score
 from hpcrl.runtime import run_owner
 
 if TYPE_CHECKING:
+    from hpcrl.run.inference import ProblemResults
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 

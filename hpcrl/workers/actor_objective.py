@@ -142,7 +142,7 @@ class UpdateRecord:
         self._objective = objective
         self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> log-probs, derivatives
 
-    def add(self, rows: np.ndarray, mini: DataProto, log_probs: Ragged, *, key: tuple[int, int]) -> None:
+    def add_mini_batch(self, rows: np.ndarray, mini: DataProto, log_probs: Ragged, *, key: tuple[int, int]) -> None:
         """Add a mini-batch, of which this replica has `rows` of the step's batch; a later pass replaces an earlier
         one."""
         lengths = log_probs.lengths

@@ -79,7 +79,9 @@ class ResponseStream:
         self._turns: TurnHandler | None = None  # of conversations, on the leader
         self.capacity = worker.config.rollout.max_num_seqs
         self.interrupts = worker.config.async_training.partial_rollout
-        self._busy_seconds = self._waited = 0.0  # since the previous notification; for environments, since `pop`
+        self._busy_seconds = self._waited = (
+            0.0  # since the previous notification; for environments, since the last pop
+        )
         self._waiting: deque[Response] = deque()  # on the leader: not yet given to the engine
         self._interrupted: list[Response] = []
         self._given: list[Response] = []  # to the current call of the engine, by index of the request
@@ -93,12 +95,12 @@ class ResponseStream:
         self._done: dict[int, list[Response]] = {}  # group -> its finished samples
         self._unreported: list[int] = []  # finished groups, whose scores may be missing
 
-    def add(self, requests: Sequence[Request], groups: Sequence[int], rows: Sequence[int]) -> None:
+    def add_responses(self, requests: Sequence[Request], groups: Sequence[int], rows: Sequence[int]) -> None:
         """Add responses to draw, all samples of each prompt. On the leader."""
         self._waiting.extend(Response(*sample) for sample in zip(requests, groups, rows, strict=True))
         self._open.update(groups)
 
-    def pop(self, groups: Iterable[int]) -> DataProto:
+    def pop_responses(self, groups: Iterable[int]) -> DataProto:
         """Remove the samples of finished prompts and return them, prompt by prompt in the order of their index, as
         columns with their weight versions. On the leader."""
         by_index = attrgetter("request.sample_index")

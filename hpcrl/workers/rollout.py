@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 class RolloutWorker(Worker):
-    """Generates the responses to a batch (`generate`), generates responses without end (`submit`, `go_on`, `take`), or
-    reads recorded ones (`replay`).
+    """Generates the responses to a batch (`generate`), generates responses without end (`submit`,
+    `generate_until_interrupted`, `take_responses`), or reads recorded ones (`replay`).
 
     scorer: scores finished responses, on leaders. agent: answers the model between turns. pictures: those of prompts,
     of a vision-language model.
@@ -194,10 +194,10 @@ class RolloutWorker(Worker):
         requests = self._requests(batch)
         if self.pictures is not None:
             requests = self.pictures.encode("train", rows, divided=False).added_to(requests)
-        self.stream.add(requests, prompts, rows)
+        self.stream.add_responses(requests, prompts, rows)
 
     @register(Dispatch.ORDER_ALL)
-    def go_on(self, sampling: SamplingParams, version: int) -> None:
+    def generate_until_interrupted(self, sampling: SamplingParams, version: int) -> None:
         """Generate what was submitted, with weights of `version`, until a command arrives that is not reentrant.
 
         Rank 0 is notified by a `Finished` of prompts whose samples are drawn and scored. Responses that an earlier
@@ -209,10 +209,10 @@ class RolloutWorker(Worker):
     @register(
         Dispatch.DP_COMPUTE_PROTO, reads=("prompt", "sample_index"), writes=WRITTEN, leader_only=True, reentrant=True
     )
-    def take(self, batch: DataProto) -> DataProto:
+    def take_responses(self, batch: DataProto) -> DataProto:
         """The responses to finished prompts, with their weight versions; rows in order of prompts, a prompt's samples
         in order of their index."""
-        return self.stream.pop(dict.fromkeys(batch.samples["prompt"].tolist()))
+        return self.stream.pop_responses(dict.fromkeys(batch.samples["prompt"].tolist()))
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,

@@ -81,7 +81,7 @@ class ResponseScorer:
         if self.manager is not None:
             self.manager.pump()
 
-    def take(
+    def take_scores(
         self, split: str, rows: Sequence[int], responses: Sequence[np.ndarray], finish_reasons: Sequence[str]
     ) -> Scores:
         """As `RewardManager.collect`; starts the scoring of responses for which it has not begun."""
@@ -146,7 +146,7 @@ class ScorerWorker(Worker):
         lengths = batch.fetch("response_mask").lengths
         rows, reasons = batch.samples["row"].tolist(), batch.samples["finish_reason"].tolist()
         split = batch.meta_info["split"]
-        scores, acc, extras, counts = self.scorer.take(split, rows, responses, reasons)
+        scores, acc, extras, counts = self.scorer.take_scores(split, rows, responses, reasons)
         models: dict[str, np.ndarray] = {
             name: batch.samples[name] for name in ("rm_score", "judge_score") if name in batch.samples
         }

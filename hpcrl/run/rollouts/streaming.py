@@ -128,7 +128,7 @@ class Streaming(RolloutSource):
     def _generate(self) -> None:
         """Continue to generate, with the weights that the engine has."""
         assert self.weights.version is not None
-        self.controller["rollout"].go_on(self.context.sampling, self.weights.version)
+        self.controller["rollout"].generate_until_interrupted(self.context.sampling, self.weights.version)
         self.is_generating = True
         self._submit()
 
@@ -203,7 +203,7 @@ class Streaming(RolloutSource):
         numbers, self.finished = sorted(self.finished), set()
         batch = self._batch_of(numbers)
         with self.context.timers("gen"):
-            batch = batch.union(self.controller["rollout"].take(batch).get())
+            batch = batch.union(self.controller["rollout"].take_responses(batch).get())
         batch = score(self.controller, batch, self.config.reward, self.context.timers)
         self.pool.first_samples.check_scores(batch)
         self.seen.metrics += batch.metrics
