@@ -11,21 +11,8 @@ import numpy as np
 from hpcrl.algorithms.kl import REWARD_KL_PENALTY, KLController
 from hpcrl.algorithms.pf_ppo import pf_ppo_rows
 from hpcrl.config import derive
+from hpcrl.config import roles as specs
 from hpcrl.config.derive import Derived
-from hpcrl.config.roles import (
-    ACTOR,
-    ARCHIVE,
-    CRITIC,
-    JUDGE,
-    REF,
-    REFIT,
-    REWARD,
-    ROLLOUT,
-    SCORER,
-    TEACHER,
-    RoleSpec,
-    judge_weights,
-)
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import Sampler, make_sampler
 from hpcrl.run.calls import PendingBatch, Role
@@ -60,7 +47,7 @@ class TrainModels(Models):
         policy = config.model.init_from or config.model.path
         if config.distillation.enabled and policy is not None:
             weights.setdefault("teacher", policy)
-        if "judge" in self.job.derived.roles and (judge := judge_weights(config)) is not None:
+        if "judge" in self.job.derived.roles and (judge := specs.judge_weights(config)) is not None:
             weights["judge"] = judge
         return weights
 
@@ -197,10 +184,14 @@ class Train(TrainingJob):
         self.sampler = make_sampler(inputs.prompts["train"], self.config.data, self.config.run.seed)
         return inputs
 
-    def roles(self) -> list[RoleSpec]:
-        models = [spec for spec in (ACTOR, CRITIC, REF, TEACHER, REWARD) if spec.name in self.derived.roles]
-        judge = [JUDGE] if "judge" in self.derived.roles else []
-        return [*models, *self.models.exported, ARCHIVE, ROLLOUT, *judge, SCORER, REFIT]
+    def roles(self) -> list[specs.RoleSpec]:
+        models = [
+            spec
+            for spec in (specs.ACTOR, specs.CRITIC, specs.REF, specs.TEACHER, specs.REWARD)
+            if spec.name in self.derived.roles
+        ]
+        judge = [specs.JUDGE] if "judge" in self.derived.roles else []
+        return [*models, *self.models.exported, specs.ARCHIVE, specs.ROLLOUT, *judge, specs.SCORER, specs.REFIT]
 
     def total_steps(self) -> int:
         trainer, prompts = self.config.trainer, len(self.inputs.prompts["train"])

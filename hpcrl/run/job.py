@@ -28,17 +28,7 @@ from hpcrl.data.tokenizer import tokenizer_of
 from hpcrl.observe.record.trackers import missing_packages
 from hpcrl.rollout.environments.tools import data_config
 from hpcrl.run.job_config import with_presets, with_settings_of_run
-from hpcrl.run.job_parts import (
-    EPOCH,
-    FORMER,
-    TOTAL_NUM_TOKENS,
-    FormerMember,
-    FormerMembers,
-    Models,
-    Report,
-    SavedState,
-    Validation,
-)
+from hpcrl.run.job_parts import EPOCH, TOTAL_NUM_TOKENS, FormerMembers, Models, Report, SavedState, Validation
 from hpcrl.runtime.exits import DONE, REQUEUE, InputError
 from hpcrl.runtime.world import World
 
@@ -346,11 +336,6 @@ class TrainingJob(Job, FormerMembers):
             return None
         every = 1 if kept == "all" else kept
         return RankTrace(run_directory(self.config), self.world.rank, first_step, every)
-
-
-for part, members in FORMER.items():
-    for former, member in members.items():
-        setattr(TrainingJob, former, FormerMember(part, member))
 
 
 class SupervisedConfig(Section):

@@ -186,3 +186,8 @@ class FormerMembers:
         if "phases_from_update" in cls.__dict__:
             lines.append(f"{cls.__name__}.phases_from_update is now what its loop names in run.stops_before(...)")
         cls.former_members = (*cls.former_members, *lines)
+
+
+for _part, _members in FORMER.items():
+    for _former, _name in _members.items():
+        setattr(FormerMembers, _former, FormerMember(_part, _name))

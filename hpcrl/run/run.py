@@ -196,8 +196,8 @@ class Run:
         return self.stop_reason is not None
 
     def begin_update(self) -> None:
-        """Note that the step cannot be repeated any more: it is completed."""
-        self._can_stop = False
+        """Note that the step cannot be repeated any more: it is completed, whatever the loop was answered before."""
+        self._can_stop, self.stop_reason = False, None
 
     def until_done(self, loop: Callable[[Run], None]) -> int:
         """Restore, run the loop, and end. Returns the exit code: done, or to be continued by another slice."""

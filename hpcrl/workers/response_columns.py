@@ -39,30 +39,26 @@ def response_columns(
     per response token, `routed_experts`, if responses have them, a row per token of the sequence. routed_width: numbers
     in such a row, if there is to be one although no response may have run; 0: as responses have them."""
     pairs = zip(requests, trajectories, strict=True)
-    prompts = [it.prompt_ids if trajectory.prompt_ids is None else trajectory.prompt_ids for it, trajectory in pairs]
+    prompts = [it.prompt_ids if one.prompt_ids is None else one.prompt_ids for it, one in pairs]
     prompt_length = np.array([len(prompt) for prompt in prompts], np.int32)
-    response_length = np.array([len(trajectory.token_ids) for trajectory in trajectories], np.int32)
-    ids = [
-        np.concatenate([prompt, trajectory.token_ids]) for prompt, trajectory in zip(prompts, trajectories, strict=True)
-    ]
+    response_length = np.array([len(one.token_ids) for one in trajectories], np.int32)
+    ids = [np.concatenate([prompt, one.token_ids]) for prompt, one in zip(prompts, trajectories, strict=True)]
     columns: Columns = {
         "input_ids": Ragged.from_rows(ids, np.int32),
-        "response_mask": Ragged.from_rows([trajectory.mask for trajectory in trajectories], np.int32),
-        "rollout_log_probs": Ragged.from_rows([trajectory.log_probs for trajectory in trajectories], np.float32),
+        "response_mask": Ragged.from_rows([one.mask for one in trajectories], np.int32),
+        "rollout_log_probs": Ragged.from_rows([one.log_probs for one in trajectories], np.float32),
     }
-    parts = [trajectory.routed_experts for trajectory in trajectories]
+    parts = [one.routed_experts for one in trajectories]
     if width := routed_width or next((part.shape[1] for part in parts if part is not None), 0):
         columns["routed_experts"] = _experts(parts, prompt_length + response_length, width)
-    reasons = np.array([trajectory.finish_reason for trajectory in trajectories], dtype=object)
+    reasons = np.array([one.finish_reason for one in trajectories], dtype=object)
     samples = {"prompt_length": prompt_length, "response_length": response_length, "finish_reason": reasons}
     return DataProto(columns, samples, {"metrics": _prefill_metrics(trajectories)})
 
 
 def _prefill_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
     """Return the prefilled tokens of engines that count them."""
-    computed, reused = (
-        sum(counts) for counts in zip((0, 0), *(trajectory.prefill for trajectory in trajectories), strict=True)
-    )
+    computed, reused = (sum(counts) for counts in zip((0, 0), *(one.prefill for one in trajectories), strict=True))
     if not computed + reused:
         return {}
     return {

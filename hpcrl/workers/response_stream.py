@@ -79,9 +79,7 @@ class ResponseStream:
         self._turns: TurnHandler | None = None  # of conversations, on the leader
         self.capacity = worker.config.rollout.max_num_seqs
         self.interrupts = worker.config.async_training.partial_rollout
-        self._busy_seconds = self._waited = (
-            0.0  # since the previous notification; for environments, since the last pop
-        )
+        self._busy_seconds = self._waited = 0.0  # since the previous notification; for environments, since the last pop
         self._waiting: deque[Response] = deque()  # on the leader: not yet given to the engine
         self._interrupted: list[Response] = []
         self._given: list[Response] = []  # to the current call of the engine, by index of the request
