@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from hpcrl.run.run import Run as Run
     from hpcrl.runtime.exits import InputError as InputError
     from hpcrl.workers.actor import ActorWorker as ActorWorker
-    from hpcrl.workers.critic import CriticWorker as CriticWorker
+    from hpcrl.workers.actor import CriticWorker as CriticWorker
     from hpcrl.workers.frozen import RefWorker as RefWorker
     from hpcrl.workers.model_worker import ModelWorker as ModelWorker
     from hpcrl.workers.rollout import RolloutWorker as RolloutWorker
@@ -82,8 +82,7 @@ _MODULES = {
     "hpcrl.config.roles": ("RoleSpec",),
     "hpcrl.controller.register": ("Worker", "register", "Dispatch"),
     "hpcrl.workers.model_worker": ("ModelWorker",),
-    "hpcrl.workers.actor": ("ActorWorker",),
-    "hpcrl.workers.critic": ("CriticWorker",),
+    "hpcrl.workers.actor": ("ActorWorker", "CriticWorker"),
     "hpcrl.workers.frozen": ("RefWorker",),
     "hpcrl.workers.rollout": ("RolloutWorker",),
     "hpcrl.workers.scorer": ("ScorerWorker",),

@@ -41,6 +41,7 @@ KEPT = {  # old module -> new module, which is imported in its place
     "model.blocks.absent": "model.blocks.block",
     "model.blocks.rope": "model.blocks.attention",
     "rollout.agent.tools": "rollout.environments.tools",
+    "workers.critic": "workers.actor",
     **{f"{folder}.{name}": COMMANDS[name][0] for folder in ("observe.report", "telemetry") for name in COMMANDS},
 }
 PROGRAM = """

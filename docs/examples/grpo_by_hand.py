@@ -39,11 +39,13 @@ class GrpoByHand(Train):
     def loop(self, run: Run) -> None:
         (actor,) = run.roles("actor")
         for step in run.steps():
-            batch = self.rollouts.next(step)  # prompts -> responses -> scores
-            batch = actor.compute_log_prob(batch) | actor.compute_group_advantage(batch)
-            batch |= actor.update_actor(batch)
+            batch = self.rollouts.next(step)  # prompts -> responses -> scores; None: the run stops
+            if batch is None or run.stops_before("old_log_prob", "update_actor", "update_weights"):
+                continue
+            pending = actor.compute_log_prob(batch) | actor.compute_group_advantage(batch)
+            pending |= actor.update_actor(pending)
             self.rollouts.update_weights(step)
-            run.archive(batch)
+            run.archive(pending)
 
 
 JOB = GrpoByHand

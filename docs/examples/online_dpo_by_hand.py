@@ -58,6 +58,8 @@ class OnlineDpo(Train):
         actor, ref = run.roles("actor", "ref")
         for step in run.steps():
             batch = self.rollouts.next(step)
+            if batch is None or run.stops_before("ref", "update_dpo", "update_weights"):
+                continue
             run.log({"critic/score/mean": float(batch.samples["score"].mean())})
             batch = ref.compute_ref_log_prob(batch).get()
             actor.update_dpo(batch)

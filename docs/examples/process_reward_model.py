@@ -71,12 +71,15 @@ class PrmTrain(Train):
     def loop(self, run: Run) -> None:
         actor, prm = run.roles("actor", "prm")
         for step in run.steps():
-            batch = self.rollouts.next(step).rename("token_level_scores", "outcome_scores")
-            batch = prm.compute_process_reward(batch) | actor.compute_log_prob(batch)
-            batch = actor.compute_advantage(batch)
-            batch |= actor.update_actor(batch)
+            batch = self.rollouts.next(step)
+            if batch is None or run.stops_before("old_log_prob", "update_actor", "update_weights"):
+                continue
+            batch = batch.rename("token_level_scores", "outcome_scores")
+            pending = prm.compute_process_reward(batch) | actor.compute_log_prob(batch)
+            pending = actor.compute_advantage(pending)
+            pending |= actor.update_actor(pending)
             self.rollouts.update_weights(step)
-            run.archive(batch)
+            run.archive(pending)
 
 
 JOB = PrmTrain

@@ -66,6 +66,8 @@ class SelfPlay(Train):
         refit.update_weights().get()
         for step in run.steps():
             ours = self.rollouts.next(step)
+            if ours is None or run.stops_before("generate", "old_log_prob", "update_actor", "update_weights"):
+                continue
             theirs = rollout.generate(prompts_of(ours), self.rollouts.context.sampling)
             theirs = scorer.score(theirs).get()
             pairs = [(actor, with_rival(ours, theirs)), (opponent, with_rival(theirs, ours))]

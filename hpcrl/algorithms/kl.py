@@ -26,6 +26,9 @@ class KlCtrl:
     target_kl: float = param(0.1, gt=0, help="KL that the adaptive controller aims at")
 
 
+REWARD_KL_PENALTY = "actor/reward_kl_penalty"  # metric that a controller follows
+
+
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     """Estimate of KL(policy | reference) at each sampled token, shape of the inputs, in nats.
 
@@ -64,7 +67,7 @@ def apply_kl_in_reward(
     kl = kl_penalty(log_prob, ref_log_prob, kind).detach().masked_fill(response_mask == 0, 0.0)
     per_sequence = masked_mean(kl.double(), response_mask, dim=-1)
     return token_level_scores - beta * kl * response_mask, {
-        "actor/reward_kl_penalty": Mean(per_sequence.sum(), float(len(kl))),
+        REWARD_KL_PENALTY: Mean(per_sequence.sum(), float(len(kl))),
         "actor/reward_kl_penalty_coeff": Mean(beta, 1.0),
     }
 

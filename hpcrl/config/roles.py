@@ -70,7 +70,7 @@ ACTOR = RoleSpec(
 # The actor's weights in the actor's layout, without gradients and optimizer.
 POLICY = replace(ACTOR, worker="hpcrl.workers.frozen:PolicyWorker", trains=False)
 CRITIC = RoleSpec(
-    "critic", "hpcrl.workers.critic:CriticWorker", head="value", trains=True, max_tokens="ppo_max_token_len_per_gpu"
+    "critic", "hpcrl.workers.actor:CriticWorker", head="value", trains=True, max_tokens="ppo_max_token_len_per_gpu"
 )
 REF = RoleSpec("ref", "hpcrl.workers.frozen:RefWorker", head="lm", max_tokens="log_prob_max_token_len_per_gpu")
 TEACHER = RoleSpec(

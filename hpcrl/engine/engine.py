@@ -49,6 +49,8 @@ Consume = Callable[[MicroBatch, Outputs], Any]
 # Maps the model's raw output (R, width), hidden states for a language model, to head outputs.
 Compute = Callable[[MicroBatch, Tensor], Outputs]
 
+GRAD_NORM = "grad_norm"  # metric of an update, after the role's name
+
 
 class TrainEngine:
     """A model on this rank's part of a layout, and its optimizer.
@@ -330,7 +332,7 @@ class TrainEngine:
                     clip_gradients(self.optimizer, self.optim.clip_grad, norm)
                 self.optimizer.step_with_ready_grads()
                 self.steps += 1
-        return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not math.isfinite(norm))}
+        return {GRAD_NORM: norm, "lr": lr, "skipped_updates": float(not math.isfinite(norm))}
 
     def _forward(
         self, batch: DataProto, max_tokens: int, compute: Compute, *, record_routing: bool = False

@@ -15,8 +15,7 @@ from hpcrl.observe.read.evaluation import PROBLEMS_FILE, RESULT_FILE, how_to_eva
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.observe.record.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter
-from hpcrl.run.inference import SamplingJob, check_inference
-from hpcrl.run.problem_results import ProblemResults
+from hpcrl.run.inference import ProblemResults, SamplingJob, check_inference
 from hpcrl.run.start import set_aside
 from hpcrl.run.validation import Validator
 from hpcrl.runtime import run_owner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import Field
@@ -16,7 +16,8 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.jobs.train import Train
+from hpcrl.jobs.train import UPDATES, Train, TrainReport
+from hpcrl.run.job_parts import Report
 from hpcrl.run.pairs import check_loss
 from hpcrl.run.rollouts.choice import assign_to_replicas
 
@@ -30,12 +31,18 @@ class OnlineDpoConfig(Section, PairParameters):
     loss_type: str = Field("sigmoid", description="name of a registered preference loss on pairs; sigmoid is DPO")
 
 
+class OnlineDpoReport(TrainReport):
+    shown = {"score": "critic/score/mean", "length": "response_length/mean", "accuracy": "rewards/accuracies"}
+    label = Report.label
+    is_predicted = False
+
+
 class OnlineDpo(Train):
     """Online DPO (Guo et al. 2024, arXiv:2402.04792): the better of two responses is chosen, the other one rejected."""
 
-    name = label = "online_dpo"
+    name = "online_dpo"
     section = OnlineDpoConfig
-    is_predicted = False
+    report_class = OnlineDpoReport
     memory_advice = (
         "a smaller actor.ppo_max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp, a "
         "smaller rollout.gpu_memory_utilization"
@@ -44,11 +51,15 @@ class OnlineDpo(Train):
     def loop(self, run: Run) -> None:
         ref, actor = run.roles("ref", "actor")
         for step in run.steps():  # between two steps: wait for all calls, log, validate, save, stop if asked to
-            batch = self.rollouts.next(step)  # wait for samples: prompts -> responses -> scores
+            batch = self.rollouts.next(step)  # wait for samples: prompts -> responses -> scores; None: the run stops
+            if batch is None or run.stops_before("ref"):
+                continue
             run.log(assign_to_replicas(batch, self.config, self.derived) | self.statistics(batch))
-            pairs: Any = batch[pair_rows(batch)]  # chosen and rejected, next to each other
-            pairs = pairs | ref.compute_ref_log_prob(pairs)  # nothing, where the loss needs no reference
-            actor.update_actor(pairs)
+            pairs = batch[pair_rows(batch)]  # chosen and rejected, next to each other
+            pending = ref.compute_ref_log_prob(pairs)  # nothing, where the loss needs no reference
+            if run.stops_before(*UPDATES):
+                continue
+            actor.update_actor(pending)
             self.rollouts.update_weights(step)  # from the actor to the rollout engine
             run.archive(batch)
 
@@ -59,7 +70,7 @@ class OnlineDpo(Train):
         from hpcrl.algorithms.statistics import sample_statistics
 
         samples, data = batch.samples, self.config.data
-        found = sample_statistics(
+        metrics = sample_statistics(
             prompt_length=torch.from_numpy(samples["prompt_length"]),
             response_length=torch.from_numpy(samples["response_length"]),
             max_prompt_length=data.max_prompt_length,
@@ -67,7 +78,7 @@ class OnlineDpo(Train):
             score=torch.from_numpy(samples["score"]),
         )
         chosen, rejected = samples["score"][pair_rows(batch)].reshape(-1, 2).T
-        return finish(found) | {
+        return finish(metrics) | {
             "objective/scores_margin": float((chosen - rejected).mean()),
             "objective/ties": float((chosen == rejected).mean()),
         }
@@ -120,10 +131,10 @@ class OnlineDpo(Train):
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:
         given = config.algorithm.model_fields_set - {"filter_groups", "rollout_correction"}
-        found = [f"algorithm.{name} is for `hpcrl train`: online DPO has no advantages" for name in sorted(given)]
+        lines = [f"algorithm.{name} is for `hpcrl train`: online DPO has no advantages" for name in sorted(given)]
         if config.job.machine is not None:
-            found.append("job.machine is for `hpcrl train`: steps of online DPO are not predicted")
-        return found
+            lines.append("job.machine is for `hpcrl train`: steps of online DPO are not predicted")
+        return lines
 
     def roles(self) -> list[RoleSpec]:
         workers = {"actor": "preference:OnlineDpoActorWorker", "ref": "preference:PairRefWorker"}
@@ -131,10 +142,6 @@ class OnlineDpo(Train):
             replace(spec, worker=f"hpcrl.workers.{workers[spec.name]}") if spec.name in workers else spec
             for spec in super().roles()
         ]
-
-    def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        shown = {"score": "critic/score/mean", "length": "response_length/mean", "accuracy": "rewards/accuracies"}
-        return {name: metrics[key] for name, key in shown.items() if key in metrics}
 
 
 def pair_rows(batch: DataProto) -> np.ndarray:

@@ -20,8 +20,10 @@ from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.answers import AnswerDataset, LabelledDataset
 from hpcrl.data.supervision import Supervised
+from hpcrl.run.job import SupervisedModels
+from hpcrl.run.job_parts import Report
 from hpcrl.run.pairs import REF_LOGPS_FILE, PairsConfig, PairsJob, RefLogps, check_loss, ref_logps_key
-from hpcrl.run.rollouts.durable_rollouts import origin_of
+from hpcrl.run.recovery import origin_of
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -46,11 +48,26 @@ class PreferenceConfig(PairsConfig, PreferenceParameters):
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-6), description="optimizer")
 
 
+class PreferenceReport(Report):
+    @property
+    def shown(self) -> dict[str, str]:  # type: ignore[override]
+        best = "accuracies" if self.job.loss.paired else "margins"
+        return {"loss": "train/loss", best: f"rewards/{best}", f"val_{best}": f"val/rewards/{best}"}
+
+
+class PreferenceModels(SupervisedModels):
+    def stands_for(self, role: str) -> str:
+        is_ref = role == "ref" and self.job.loss.reference and not self.job.precomputes
+        return "actor" if is_ref and "ref" not in self.job.derived.roles else role
+
+
 class Preference(PairsJob):
     """The policy learns which answer of a pair is better, or, with KTO, which answers are good."""
 
-    name = label = "preference"
+    name = "preference"
     section = PreferenceConfig
+    report_class, models_class = PreferenceReport, PreferenceModels
+    ref_logps: RefLogps  # on rank 0, where they are computed before the first step
     memory_advice = (
         "a smaller preference.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp"
     )
@@ -61,8 +78,7 @@ class Preference(PairsJob):
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             batch = data.load(self.next_pairs(run, step))  # chosen and rejected, next to each other
             self.load_ahead(run, partial(self.pairs, "train"))
-            batch = batch | ref.compute_ref_log_prob(batch)  # nothing, where they are kept or the loss needs none
-            actor.update(batch)
+            actor.update(ref.compute_ref_log_prob(batch))  # adds nothing, where they are kept or the loss needs none
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
@@ -121,8 +137,9 @@ class Preference(PairsJob):
             return
         data, actor = run.controller["data"], run.controller["actor"]
 
-        def compute(split: str, rows: np.ndarray) -> np.ndarray:
-            run.budget.check("ref")
+        def compute(split: str, rows: np.ndarray) -> np.ndarray | None:
+            if run.has_to_stop("ref"):
+                return None
             with run.timers("ref"):
                 batch = self.sequences(split, rows)
                 batch = batch.union(data.load(batch).get())
@@ -130,7 +147,8 @@ class Preference(PairsJob):
 
         log.info("computing the reference's log-probs of %d pairs", self.ref_logps.num_missing)
         start = time.perf_counter()
-        self.ref_logps.fill(compute)
+        if not self.ref_logps.fill(compute):
+            return
         log.info("%s is written after %.1f s", self.ref_logps.path, time.perf_counter() - start)
         run.timers.collect()  # times and traffic belong to no step
         run.controller.collect_traffic()
@@ -196,23 +214,14 @@ class Preference(PairsJob):
     def with_reference(self, run: Run, batch: DataProto) -> DataProto:
         if not self.loss.reference or self.precomputes:
             return batch
-        return batch.union(run.controller[self.stands_for("ref")].compute_ref_log_prob(batch).get())
+        return batch.union(run.controller[self.models.stands_for("ref")].compute_ref_log_prob(batch).get())
 
     def roles(self) -> list[RoleSpec]:
         worker = "preference:PreferenceActorWorker" if self.loss.paired else "preference:KtoActorWorker"
         actor = replace(ACTOR, worker=f"hpcrl.workers.{worker}")
         ref = replace(REF, worker="hpcrl.workers.preference:PreferenceRefWorker")
         data = RoleSpec("data", "hpcrl.workers.supervised:PreferenceDataWorker", on=("actor",))
-        return [actor, *([ref] if "ref" in self.derived.roles else []), data, *self.export_roles]
-
-    def stands_for(self, role: str) -> str:
-        is_ref = role == "ref" and self.loss.reference and not self.precomputes
-        return "actor" if is_ref and "ref" not in self.derived.roles else role
-
-    def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        best = "accuracies" if self.loss.paired else "margins"
-        shown = {"loss": metrics["train/loss"], best: metrics[f"rewards/{best}"]}
-        return shown | ({f"val_{best}": metrics[f"val/rewards/{best}"]} if "val/loss" in metrics else {})
+        return [actor, *([ref] if "ref" in self.derived.roles else []), data, *self.models.exported]
 
 
 JOB = Preference

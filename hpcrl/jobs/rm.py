@@ -11,6 +11,7 @@ from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.roles import REWARD, RoleSpec
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.run.job_parts import Report
 from hpcrl.run.pairs import PairsConfig, PairsJob
 
 if TYPE_CHECKING:
@@ -24,11 +25,16 @@ class RmConfig(PairsConfig):
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
 
 
+class RmReport(Report):
+    shown = {name: f"train/{name}" for name in ("loss", "accuracy", "margin")} | {"val_accuracy": "val/accuracy"}
+
+
 class RewardModel(PairsJob):
     """Bradley-Terry on pairs of answers."""
 
-    name = label = "rm"
+    name = "rm"
     section = RmConfig
+    report_class = RmReport
     trained_role = "reward"
     side_note = ", whose last token has the score"
     memory_advice = (
@@ -61,10 +67,6 @@ class RewardModel(PairsJob):
     def roles(self) -> list[RoleSpec]:
         model = replace(REWARD, worker="hpcrl.workers.supervised:PreferenceWorker", trains=True)
         return [model, RoleSpec("data", "hpcrl.workers.supervised:PreferenceDataWorker", on=("reward",))]
-
-    def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        shown = {name: metrics[f"train/{name}"] for name in ("loss", "accuracy", "margin")}
-        return shown | ({"val_accuracy": metrics["val/accuracy"]} if "val/accuracy" in metrics else {})
 
 
 JOB = RewardModel

@@ -90,8 +90,8 @@ class Score(WeightsJob):
         dp = self.derived.roles["actor"].dp
         budget = config.section("score").max_token_len_per_gpu
         for wave in waves(sequences, WAVE * dp * budget):
-            found = log_probs_of(policy, [sequences[row] for row in wave], dp, budget) if policy is not None else {}
-            parts = world.all_gather_object(found)
+            share = log_probs_of(policy, [sequences[row] for row in wave], dp, budget) if policy is not None else {}
+            parts = world.all_gather_object(share)
             if world.rank == 0:
                 own = {index: log_probs for part in parts for index, log_probs in part.items()}
                 assert file is not None and progress is not None
@@ -112,7 +112,7 @@ def read_sequences(path: Path, vocab_size: int, longest: int) -> list[np.ndarray
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--tokens {path} cannot be read: {error}") from None
-    found = []
+    sequences = []
     for number, line in enumerate(lines, 1):
         try:
             tokens = np.array(json.loads(line)["tokens"])
@@ -127,10 +127,10 @@ def read_sequences(path: Path, vocab_size: int, longest: int) -> list[np.ndarray
             raise InputError(f"{path}, line {number}: the vocabulary has ids 0 to {vocab_size - 1}, found others")
         if len(tokens) > longest:
             raise InputError(f"{path}, line {number}: {len(tokens)} tokens, more than the model's {longest}")
-        found.append(tokens.astype(np.int32))
-    if not found:
+        sequences.append(tokens.astype(np.int32))
+    if not sequences:
         raise InputError(f'--tokens {path} is empty; expected {{"tokens": [ids]}} per line')
-    return found
+    return sequences
 
 
 def waves(sequences: list[np.ndarray], num_tokens: int) -> Iterator[range]:

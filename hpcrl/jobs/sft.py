@@ -26,7 +26,8 @@ from hpcrl.data.row_file import columns_of
 from hpcrl.data.supervision import SftDataset, Supervised, has_targets
 from hpcrl.rollout.environments.tools import data_config
 from hpcrl.run.calls import metrics_of
-from hpcrl.run.job import SupervisedConfig, SupervisedJob
+from hpcrl.run.job import SupervisedConfig, SupervisedJob, SupervisedValidation
+from hpcrl.run.job_parts import Report
 from hpcrl.run.validation import Validator
 from hpcrl.runtime.exits import InputError
 
@@ -60,14 +61,53 @@ class SftConfig(SupervisedConfig):
     )
 
 
+class SftReport(Report):
+    shown = {"loss": "train/loss", "val_loss": "val/loss"}
+
+
+class SftValidation(SupervisedValidation):
+    """Loss and perplexity of validation rows; the accuracy of samples at temperature 1, which ends the run if it
+    reaches sft.stop_at_score."""
+
+    validator: Validator | None = None  # of samples
+
+    def set_up(self, run: Run) -> None:
+        inputs, config = self.job.inputs, self.job.config
+        if "val" in inputs.prompts:
+            ways = [ValKwargs(n=1, temperature=1.0)]
+            self.validator = Validator(run.controller, config, inputs, ways, num_prompts=self.job.own.eval_samples)
+
+    def run(self, run: Run, step: int) -> tuple[dict[str, float], str]:
+        job: Sft = self.job
+        metrics: dict[str, float] = {}
+        shown = ""
+        if "val" in job.inputs.sequences:
+            rows = np.arange(len(job.inputs.sequences["val"]), dtype=np.int64)
+            batch = job.balanced("val", rows)
+            batch = batch.union(run.controller["data"].load(batch).get())
+            metrics |= metrics_of(run.controller["actor"].evaluate(batch).get())
+            metrics["val/perplexity"] = math.exp(min(metrics["val/loss"], 700.0))
+        if self.validator is not None:
+            run.controller["refit"].update_weights().get()
+            sampled, shown = self.validator.run(step)
+            metrics |= sampled
+            score = float(np.mean([value for name, value in sampled.items() if name.startswith("val-core/")]))
+            target = job.own.stop_at_score
+            if target is not None and score >= target:
+                run.complete(f"accuracy reached sft.stop_at_score={target:g}")
+        return metrics, shown
+
+
 class Sft(SupervisedJob):
     """Cross-entropy on given tokens, with the engine and the layouts of the actor."""
 
-    name = label = "sft"
+    name = "sft"
     section = SftConfig
+    report_class, validation_class = SftReport, SftValidation
     memory_advice = (
         "a smaller sft.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp or pp"
     )
+    lengths: dict[str, np.ndarray]  # split -> tokens of each row, int64; on rank 0
 
     def loop(self, run: Run) -> None:
         data, actor = run.roles("data", "actor")
@@ -161,10 +201,15 @@ class Sft(SupervisedJob):
     def roles(self) -> list[RoleSpec]:
         actor = replace(ACTOR, worker="hpcrl.workers.supervised:SftActorWorker")
         data = RoleSpec("data", "hpcrl.workers.supervised:SftDataWorker", on=("actor",))
-        return [actor, data, *self.export_roles, *([ROLLOUT, SCORER, REFIT] if "rollout" in self.derived.roles else [])]
+        return [
+            actor,
+            data,
+            *self.models.exported,
+            *([ROLLOUT, SCORER, REFIT] if "rollout" in self.derived.roles else []),
+        ]
 
     def set_up(self, run: Run) -> None:
-        self.lengths = {}  # tokens of each row, int64
+        self.lengths = {}
         for split, data in self.inputs.sequences.items():
             self.lengths[split] = data.lengths()
             log.info(
@@ -182,36 +227,6 @@ class Sft(SupervisedJob):
                     data.num_endless,
                 )
         self.log_first_row(self.inputs.sequences["train"])
-        self.validator = None
-        if "val" in self.inputs.prompts:
-            ways = [ValKwargs(n=1, temperature=1.0)]
-            self.validator = Validator(
-                run.controller, self.config, self.inputs, ways, num_prompts=self.own.eval_samples
-            )
-
-    def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
-        """Loss and perplexity of validation rows; the accuracy of samples at temperature 1, which ends the run if it
-        reaches sft.stop_at_score."""
-        metrics: dict[str, float] = {}
-        shown = ""
-        if "val" in self.inputs.sequences:
-            rows = np.arange(len(self.inputs.sequences["val"]), dtype=np.int64)
-            batch = self.balanced("val", rows)
-            batch = batch.union(run.controller["data"].load(batch).get())
-            metrics |= metrics_of(run.controller["actor"].evaluate(batch).get())
-            metrics["val/perplexity"] = math.exp(min(metrics["val/loss"], 700.0))
-        if self.validator is not None:
-            run.controller["refit"].update_weights().get()
-            sampled, shown = self.validator.run(step)
-            metrics |= sampled
-            score = float(np.mean([value for name, value in sampled.items() if name.startswith("val-core/")]))
-            wanted = self.own.stop_at_score
-            if wanted is not None and score >= wanted:
-                run.complete(f"accuracy reached sft.stop_at_score={wanted:g}")
-        return metrics, shown
-
-    def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        return {"loss": metrics["train/loss"]} | ({"val_loss": metrics["val/loss"]} if "val/loss" in metrics else {})
 
 
 JOB = Sft

@@ -4,56 +4,60 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.algorithms.kl import KLController
+from hpcrl.algorithms.kl import REWARD_KL_PENALTY, KLController
 from hpcrl.algorithms.pf_ppo import pf_ppo_rows
 from hpcrl.config import derive
+from hpcrl.config import roles as specs
 from hpcrl.config.derive import Derived
-from hpcrl.config.roles import (
-    ACTOR,
-    ARCHIVE,
-    CRITIC,
-    JUDGE,
-    REF,
-    REFIT,
-    REWARD,
-    ROLLOUT,
-    SCORER,
-    TEACHER,
-    RoleSpec,
-    judge_weights,
-)
 from hpcrl.config.schema import Config
-from hpcrl.data.sampler import make_sampler
-from hpcrl.model.params import has_fp8_products
+from hpcrl.data.sampler import Sampler, make_sampler
+from hpcrl.run.calls import PendingBatch, Role
 from hpcrl.run.job import TrainingJob
 from hpcrl.run.job_config import in_section
-from hpcrl.run.performance import mfu_metrics, peak_of
+from hpcrl.run.job_parts import Models, SavedState
+from hpcrl.run.performance import TrainReport
 from hpcrl.run.rollouts.choice import assign_to_replicas, make_rollout_source
-from hpcrl.run.rollouts.source import idle_metrics
-from hpcrl.run.validation import Validator
+from hpcrl.run.rollouts.source import RolloutSource
+from hpcrl.run.validation import TrainValidation
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
-    from hpcrl.run.calls import Role
-    from hpcrl.run.predicted import PredictedSteps
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 
 log = logging.getLogger(__name__)
 
-PROGRESS = {
-    "score": "critic/score/mean",
-    "length": "response_length/mean",
-    "entropy": "actor/entropy",
-    "ratio_kl": "actor/ppo_kl",
-}
+FORWARD_PASSES = ("old_log_prob", "ref", "teacher", "values", "adv")  # phases of a step, in the order of the loop
+UPDATES = ("update_critic", "update_actor", "update_weights", "dump_rollout_generations")
 PF_PPO_STREAM = 0x7066  # keeps these random numbers apart from others keyed by the same seed
+
+
+class TrainModels(Models):
+    def stands_for(self, role: str) -> str:
+        return "actor" if role == "ref" and self.job.derived.ref_in_actor else role
+
+    def frozen(self) -> dict[str, str]:
+        config, weights = self.job.config, super().frozen()
+        policy = config.model.init_from or config.model.path
+        if config.distillation.enabled and policy is not None:
+            weights.setdefault("teacher", policy)
+        if "judge" in self.job.derived.roles and (judge := specs.judge_weights(config)) is not None:
+            weights["judge"] = judge
+        return weights
+
+
+class TrainState(SavedState):
+    def save(self, step: int) -> dict[str, Any]:
+        return {"kl_ctrl": self.job.kl_controller.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.job.kl_controller.load_state_dict(state["kl_ctrl"])
 
 
 class Train(TrainingJob):
@@ -61,56 +65,66 @@ class Train(TrainingJob):
 
     name = "train"
     saves_last = False
-    phases_from_update = ("update_critic", "update_actor", "update_weights", "dump_rollout_generations")
-    phases_per_token = ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
-    is_predicted: ClassVar[bool] = True  # the time of its steps, by job.machine
+    report_class, validation_class = TrainReport, TrainValidation
+    models_class, saved_state_class = TrainModels, TrainState
     derived: Derived
-    predicted: PredictedSteps | None = None
+    sampler: Sampler  # of training prompts
+    rollouts: RolloutSource  # this and the next one from `set_up` on, on rank 0
+    kl_controller: KLController
 
     def loop(self, run: Run) -> None:
         """Rank 0's part of the job; the roles' ranks run what it calls.
 
         A call returns at once: its batch, with the columns that it adds still pending. `|` joins such batches, so calls
         of roles on different ranks overlap. A call waits for the batch that it is given, and `.get()` waits for all
-        columns. A role that the job does without adds none.
+        columns. A role that the job does without adds none. A step that the run stops in is made again by the next
+        start; from its first update on it is completed.
         """
         actor, critic, ref, teacher = run.roles("actor", "critic", "ref", "teacher")
         rollouts, kl = self.rollouts, self.kl_controller
         for step in run.steps():  # between two steps: wait for all calls, log, validate, save, stop if asked to
-            batch: Any = rollouts.next(step)  # wait for samples: prompts -> responses -> scores
+            batch = rollouts.next(step)  # wait for samples: prompts -> responses -> scores; None: the run stops
+            if batch is None or run.stops_before(*FORWARD_PASSES):
+                continue
             self.balance_batch(run, batch)
-            batch = (
-                actor.compute_log_prob(batch)  # skipped if the update adds them
+            pending = (
+                self.compute_old_log_probs(actor, batch)
                 | ref.compute_ref_log_prob(batch)
                 | teacher.compute_teacher_log_prob(batch)
                 | critic.compute_values(batch)
             )
-            batch = actor.compute_advantage(batch, kl_coef=kl.value).get()
+            batch = actor.compute_advantage(pending, kl_coef=kl.value).get()
+            if run.stops_before(*UPDATES):
+                continue
             self.update_kl_coef(run, batch)
             train_batch = self.resample(batch) if self.config.algorithm.use_pf_ppo else batch
             critic.update_critic(train_batch)
+            pending = PendingBatch(batch)
             if self.trains_actor(step):
-                batch |= actor.update_actor(train_batch)  # adds old log-probs, if it computes them
-            self.compute_variance_proxy(run, actor, batch)
+                pending |= actor.update_actor(train_batch)  # adds old log-probs, if it computes them
+            self.compute_variance_proxy(run, actor, pending)
             rollouts.update_weights(step)  # from the actor to the rollout engine
-            run.archive(batch)
+            run.archive(pending)
 
     def trains_actor(self, step: int) -> bool:
         """False in the first trainer.critic_warmup steps of a job with a critic."""
         return step > self.config.trainer.critic_warmup or not self.derived.needs_critic
 
     def balance_batch(self, run: Run, batch: DataProto) -> None:
-        """Assign samples to replicas, and decide whether the step's only update computes the old log-probs."""
+        """Assign samples to replicas."""
+        run.log(assign_to_replicas(batch, self.config, self.derived))
+
+    def compute_old_log_probs(self, actor: Role, batch: DataProto) -> PendingBatch:
+        """The batch with the policy's log-probs before the update; without, if the step's only update computes them."""
         # A recorded batch may have any number of prompts.
         is_one_update = batch.meta_info["num_prompts"] <= self.config.actor.ppo_mini_batch_size
-        batch.meta_info["old_log_prob_in_update"] = (
-            self.derived.old_log_prob_in_update and is_one_update and self.trains_actor(batch.meta_info["step"])
-        )
-        run.log(assign_to_replicas(batch, self.config, self.derived))
+        if self.derived.old_log_prob_in_update and is_one_update and self.trains_actor(batch.meta_info["step"]):
+            return PendingBatch(batch)
+        return actor.compute_log_prob(batch)
 
     def update_kl_coef(self, run: Run, batch: DataProto) -> None:
         """Adapt the weight of the KL penalty in the reward, if there is one."""
-        penalty = run.metrics.get("actor/reward_kl_penalty")
+        penalty = run.metrics.get(REWARD_KL_PENALTY)
         if penalty is not None:
             self.kl_controller.update(penalty, len(batch))
 
@@ -121,11 +135,13 @@ class Train(TrainingJob):
         uniforms = (np.random.Philox(key).random_raw(len(batch)) >> np.uint64(11)) * 2.0**-53
         return batch[pf_ppo_rows(batch.samples["score"], uniforms, pf_ppo)]
 
-    def compute_variance_proxy(self, run: Run, actor: Role, batch: Any) -> None:
+    def compute_variance_proxy(self, run: Run, actor: Role, batch: PendingBatch) -> None:
         """Compute variance_proxy/*. Waits for the update, whose gradient norm it needs: None in a warm-up step."""
         if self.derived.needs_sum_pi_squared:
+            from hpcrl.engine.engine import GRAD_NORM  # imports torch
+
             run.wait()
-            actor.variance_proxy(batch, run.metrics.get("actor/grad_norm"))
+            actor.variance_proxy(batch, run.metrics.get(f"actor/{GRAD_NORM}"))
 
     @classmethod
     def prepare(cls, config: Config) -> Config:
@@ -149,16 +165,16 @@ class Train(TrainingJob):
 
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:
-        algorithm, found = config.algorithm, []
+        algorithm, lines = config.algorithm, []
         if config.trainer.rollouts_from is not None and algorithm.filter_groups.enable:
-            found.append(
+            lines.append(
                 "trainer.rollouts_from replays all recorded prompts: algorithm.filter_groups drops none of them"
             )
         if config.data.gen_batch_size is not None and not algorithm.filter_groups.enable:
-            found.append("data.gen_batch_size is read only with algorithm.filter_groups.enable=true")
+            lines.append("data.gen_batch_size is read only with algorithm.filter_groups.enable=true")
         if algorithm.gdpo_reward_keys and algorithm.adv_estimator != "gdpo":
-            found.append(f"algorithm.gdpo_reward_keys: adv_estimator={algorithm.adv_estimator} does not read them")
-        return found
+            lines.append(f"algorithm.gdpo_reward_keys: adv_estimator={algorithm.adv_estimator} does not read them")
+        return lines
 
     def read_inputs(self) -> Inputs:
         from hpcrl.workers.team import read_training_inputs
@@ -168,22 +184,14 @@ class Train(TrainingJob):
         self.sampler = make_sampler(inputs.prompts["train"], self.config.data, self.config.run.seed)
         return inputs
 
-    def roles(self) -> list[RoleSpec]:
-        models = [spec for spec in (ACTOR, CRITIC, REF, TEACHER, REWARD) if spec.name in self.derived.roles]
-        judge = [JUDGE] if "judge" in self.derived.roles else []
-        return [*models, *self.export_roles, ARCHIVE, ROLLOUT, *judge, SCORER, REFIT]
-
-    def stands_for(self, role: str) -> str:
-        return "actor" if role == "ref" and self.derived.ref_in_actor else role
-
-    def frozen_weights(self) -> dict[str, str]:
-        found = super().frozen_weights()
-        policy = self.config.model.init_from or self.config.model.path
-        if self.config.distillation.enabled and policy is not None:
-            found.setdefault("teacher", policy)
-        if "judge" in self.derived.roles and (judge := judge_weights(self.config)) is not None:
-            found["judge"] = judge
-        return found
+    def roles(self) -> list[specs.RoleSpec]:
+        models = [
+            spec
+            for spec in (specs.ACTOR, specs.CRITIC, specs.REF, specs.TEACHER, specs.REWARD)
+            if spec.name in self.derived.roles
+        ]
+        judge = [specs.JUDGE] if "judge" in self.derived.roles else []
+        return [*models, *self.models.exported, specs.ARCHIVE, specs.ROLLOUT, *judge, specs.SCORER, specs.REFIT]
 
     def total_steps(self) -> int:
         trainer, prompts = self.config.trainer, len(self.inputs.prompts["train"])
@@ -193,64 +201,14 @@ class Train(TrainingJob):
     def rows_per_step(self) -> int:  # type: ignore[override]
         return self.config.data.train_batch_size
 
-    @property
-    def label(self) -> str:  # type: ignore[override]
-        return "ppo" if self.derived.needs_critic else self.config.algorithm.adv_estimator
-
     def set_up(self, run: Run) -> None:
-        config, prompts = self.config, self.inputs.prompts
+        prompts = self.inputs.prompts
         log.info(
             "%d steps over %d prompts; %d filtered out as too long",
             *(run.total_steps, len(prompts["train"]), prompts["train"].num_filtered),
         )
         self.rollouts = run.rollouts = make_rollout_source(run, self.derived, self.sampler, self.inputs.tokenizer)
-        self.kl_controller = KLController(config.algorithm.kl_ctrl)
-        fp8 = has_fp8_products(self.inputs.shape, config.model.transformer_engine.fp8, self.derived.roles["actor"].tp)
-        self.peak_flops = peak_of(run.device_name, fp8=fp8) if run.device_name else None
-        if config.job.machine is not None and self.is_predicted:
-            from hpcrl.run.predicted import PredictedSteps
-
-            self.predicted = PredictedSteps.of_job(self, run)
-        self.validator = Validator.of_job(run.controller, config, self.inputs, run.folder) if "val" in prompts else None
-
-    @property
-    def validates_first(self) -> bool:  # type: ignore[override]
-        return self.config.trainer.val_before_train and self.validator is not None
-
-    @property
-    def validation_freq(self) -> int:
-        return self.config.trainer.test_freq if self.validator is not None else -1
-
-    def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
-        assert self.validator is not None
-        with self.rollouts.paused(step):
-            return self.validator.run(step)
-
-    def step_metrics(
-        self, run: Run, seconds: dict[str, float], lengths: list[int], num_response_tokens: int
-    ) -> dict[str, float]:
-        found: dict[str, float] = {}
-        if self.predicted is not None:
-            prompts, responses = run.prompt_lengths, run.response_lengths
-            found |= self.predicted.observe(seconds, prompts, responses, run.metrics, run.stragglers.slow)
-        if self.peak_flops is not None:
-            sizes = (self.config, self.derived, self.inputs.shape, lengths, num_response_tokens)
-            tower = run.metrics.get("perf/tower_flops", 0.0)
-            found |= mfu_metrics(*sizes, seconds, self.peak_flops, tower)
-        if self.config.async_training.mode != "sync":
-            busy = run.metrics.get("perf/rollout_busy_s", 0.0)  # missing if surplus samples were enough for the step
-            waited, step = seconds.get("timing_s/gen", 0.0), seconds["timing_s/step"]
-            found |= idle_metrics(waited, busy, step, self.derived.roles["rollout"].dp)
-        return found
-
-    def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        return {name: metrics[key] for name, key in PROGRESS.items() if key in metrics}
-
-    def state(self, step: int) -> dict[str, Any]:
-        return {"kl_ctrl": self.kl_controller.state_dict()}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.kl_controller.load_state_dict(state["kl_ctrl"])
+        self.kl_controller = KLController(self.config.algorithm.kl_ctrl)
 
     def _check_recording(self) -> None:
         """Raise InputError if the recording is missing or the run's own, which would be overwritten."""

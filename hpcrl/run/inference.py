@@ -1,4 +1,4 @@
-"""Jobs that sample without training: roles, weights, and the file of `hpcrl generate`."""
+"""Jobs that sample without training: roles, weights, the file of `hpcrl generate`, and the results of an evaluation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths
 from hpcrl.config.loader import dump_config
@@ -18,8 +22,11 @@ from hpcrl.config.roles import ACTOR, GENERATIONS, JUDGE, POLICY, REFIT, REWARD,
 from hpcrl.config.rules import check_judge, check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
+from hpcrl.data.prompts import PromptDataset
 from hpcrl.engine.checkpoint.store import TRAINER_FILE, is_hugging_face
+from hpcrl.observe.read.evaluation import MOST_BYTES, Way, digest_of_bytes
 from hpcrl.observe.record.progress import PhaseTimers
+from hpcrl.observe.record.writer import write_generations
 from hpcrl.run.job import Job
 from hpcrl.run.rollouts.source import WeightSync
 from hpcrl.run.start import Start, find_start
@@ -27,7 +34,7 @@ from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.run_folder import make_directory
-from hpcrl.sandbox.foreign_files import read_json
+from hpcrl.sandbox.foreign_files import read_bytes, read_json
 from hpcrl.sandbox.new_files import draft_of, open_to_append, replace_json
 
 log = logging.getLogger(__name__)
@@ -298,3 +305,52 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return line if isinstance(line, dict) and {"uid", "sample_index", "response_ids"} <= line.keys() else None
+
+
+class ProblemResults:
+    """A row for each problem and way: `file` and `row`, `digest` of its contents, `data_source`, `way`, and of each of
+    its samples `acc` (null: no `acc` of this source; a null in the list: scoring failed, which counts as 0), `reward`,
+    `truncated`, `response_length` in tokens."""
+
+    def __init__(self, prompts: PromptDataset) -> None:
+        self.prompts = prompts
+        self.rows: list[dict[str, Any]] = []
+        self._ways = set[Way]()
+        self._digest = lru_cache(maxsize=None)(self._digest_of)  # the same in each way
+
+    def add(self, samples: Mapping[str, np.ndarray], sources: Sequence[str], way: Way) -> None:
+        """Add the way's samples (n * problems), which are sorted by problem. sources: data source of each."""
+        if way in self._ways:
+            return
+        self._ways.add(way)
+        acc, cut = samples["acc"], samples["finish_reason"] == "length"
+        with_acc = {source for source, value in zip(sources, acc.tolist(), strict=True) if not np.isnan(value)}
+        for first in range(0, len(acc), way.n):
+            own, source, row = slice(first, first + way.n), sources[first], int(samples["row"][first])
+            file, number, _ = self.prompts.uid(row, 0).rsplit(":", 2)
+            self.rows.append(
+                {
+                    "file": file,
+                    "row": int(number),
+                    "digest": self._digest(row, source),
+                    "data_source": source,
+                    "way": way._asdict(),
+                    "acc": acc[own].tolist() if source in with_acc else None,
+                    "reward": samples["score"][own].tolist(),
+                    "truncated": cut[own].tolist(),
+                    "response_length": samples["response_length"][own].tolist(),
+                }
+            )
+
+    def write(self, path: Path) -> str:
+        """Write the rows as JSON lines, atomically; returns the digest of the file."""
+        write_generations(path, self.rows)
+        return digest_of_bytes(read_bytes(path, most=MOST_BYTES))
+
+    def _digest_of(self, row: int, source: str) -> str:
+        """A digest of what is asked and how it is scored; the same in every file and for every tokenizer. Pictures are
+        not part of it."""
+        record = self.prompts.record(row)
+        content = [source, record["prompt"], record["ground_truth"]]
+        text = json.dumps(content, sort_keys=True, default=str)
+        return blake2b(text.encode(), digest_size=8).hexdigest()

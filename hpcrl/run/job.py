@@ -16,7 +16,7 @@ from pydantic import Field, PositiveInt
 from hpcrl.config.derive import RoleLayouts, check_lengths
 from hpcrl.config.loader import load_config, quoted_path
 from hpcrl.config.plugins import load_plugins
-from hpcrl.config.roles import ACTOR, EXPORT, RoleSpec, place, with_own
+from hpcrl.config.roles import ACTOR, RoleSpec, place, with_own
 from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section, extended
 from hpcrl.config.yaml_core import ConfigError
@@ -24,10 +24,10 @@ from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sampler import OrderedSampler, file_order, steps_for_epochs
 from hpcrl.data.supervision import Supervised, Supervision
 from hpcrl.data.tokenizer import tokenizer_of
-from hpcrl.model.architecture import check_longest
 from hpcrl.observe.record.trackers import missing_packages
 from hpcrl.rollout.environments.tools import data_config
 from hpcrl.run.job_config import with_presets, with_settings_of_run
+from hpcrl.run.job_parts import EPOCH, TOTAL_NUM_TOKENS, FormerMembers, Models, Report, SavedState, Validation
 from hpcrl.runtime.exits import DONE, REQUEUE, InputError
 from hpcrl.runtime.world import World
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
     from hpcrl.controller.controller import Controller
     from hpcrl.controller.register import Worker
-    from hpcrl.model.shape import ModelShape
     from hpcrl.observe.trace.rank_trace import RankTrace
     from hpcrl.run.run import Run
     from hpcrl.run.start import Start
@@ -186,20 +185,47 @@ class WeightsJob(Job):
         return build_team(self.world, self.config, self.derived, Inputs(shape), roles), source
 
 
-class TrainingJob(Job):
-    """A job that takes steps and can be continued after any of them. Its life-cycle is that of `Run`."""
+class TrainingJob(Job, FormerMembers):
+    """A job that takes steps and can be continued after any of them. Its life-cycle is that of `Run`.
 
+    A job defines `check` and the four methods that come first. All else has defaults. Parts of a job are objects of
+    the classes that it names: `report_class`, `validation_class`, `models_class`, `saved_state_class`.
+    """
+
+    def read_inputs(self) -> Inputs:
+        """Read files, on every rank. An InputError ends the job on all of them."""
+        raise NotImplementedError
+
+    def roles(self) -> Sequence[RoleSpec]:
+        """The built-in roles that this job has, in the order in which they are built."""
+        raise NotImplementedError
+
+    def total_steps(self) -> int:
+        """Steps of the whole run, once `start` is set."""
+        raise NotImplementedError
+
+    def loop(self, run: Run) -> None:
+        """`for step in run.steps(): ...`, on rank 0."""
+        raise NotImplementedError
+
+    inputs: Inputs  # what `read_inputs` returned
+    start: Start
     handles_signals = True
-    label: str  # of the progress line
     trained_role: ClassVar[str] = "actor"
     saves_last: ClassVar[bool] = True
-    validates_first: bool = False  # before the first step
-    phases_from_update: ClassVar[tuple[str, ...]] = ("step",)  # that a step which updates a model still has to finish
-    phases_per_token: ClassVar[tuple[str, ...]] = ()  # whose time is also logged per token
     rows_per_step: int = 0  # of the training data
+    report_class: ClassVar[type[Report]] = Report
+    validation_class: ClassVar[type[Validation]] = Validation
+    models_class: ClassVar[type[Models]] = Models
+    saved_state_class: ClassVar[type[SavedState]] = SavedState
 
-    inputs: Inputs
-    start: Start
+    def __init__(self, world: World, config: Config, derived: Any, arguments: argparse.Namespace) -> None:
+        super().__init__(world, config, derived, arguments)
+        self.report, self.validation = self.report_class(self), self.validation_class(self)
+        self.models, self.saved_state = self.models_class(self), self.saved_state_class(self)
+
+    def set_up(self, run: Run) -> None:
+        """Make what the loop uses, on rank 0, before state is loaded into it."""
 
     @property
     def last_step(self) -> int | None:
@@ -220,10 +246,6 @@ class TrainingJob(Job):
     def check_with_torch(cls, config: Config, num_ranks: int) -> RoleLayouts:
         load_plugins(config)  # they may register what `check` looks up
         return super().check_with_torch(config, num_ranks)
-
-    def read_inputs(self) -> Inputs:
-        """Read files, on every rank. An InputError ends the job on all of them."""
-        raise NotImplementedError
 
     def read_rows(self, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **which: Any) -> Any:
         """The data set of these files. which: `max_samples`, `images` and `only`, as of PromptDataset. Collective."""
@@ -247,49 +269,9 @@ class TrainingJob(Job):
         dataset = job.read_rows([path], tokenizer, images=images, only=row)
         return Supervision(dataset.where(0), job.supervised(dataset, 0), tokenizer, images)
 
-    def roles(self) -> Sequence[RoleSpec]:
-        """The built-in roles that this job has, in the order in which they are built."""
-        raise NotImplementedError
-
     def all_roles(self) -> list[RoleSpec]:
         """`roles()`, with those of `own_roles` added or in place of built-in roles of the same name."""
         return with_own(self.roles(), self.own_specs())
-
-    def own_shapes(self) -> dict[str, ModelShape]:
-        """Role -> shape, of roles of `own_roles` with a model of their own that `read_inputs` did not read."""
-        from hpcrl.workers.team import shape_beside  # imports torch
-
-        config, inputs = self.config, self.inputs
-        found: dict[str, ModelShape] = {}
-        for spec in self.own_specs():
-            model = spec.architecture(config)
-            if spec.head is not None and model is not config.model and spec.name not in inputs.shapes:
-                found[spec.name] = shape_beside(model, inputs.shape)
-                check_longest(found[spec.name], config, spec.path)
-        return found
-
-    def optim_of(self, spec: RoleSpec) -> OptimConfig | None:
-        """The optimizer of a role; None if it is not trained."""
-        return getattr(spec.config_of(self.config), "optim", None) if spec.trains else None
-
-    def stands_for(self, role: str) -> str:
-        """The role whose workers are called for `role`."""
-        return role
-
-    @property
-    def saved_roles(self) -> tuple[str, ...]:
-        """Roles that checkpoints hold: the trained ones."""
-        return tuple(spec.name for spec in self.all_roles() if spec.trains)
-
-    @property
-    def loaded_roles(self) -> tuple[str, ...]:
-        """Roles that begin with the weights of model.init_from: the trained ones, and the reference."""
-        return (*self.saved_roles, "ref") if self.needs_start_weights else self.saved_roles
-
-    @property
-    def export_roles(self) -> list[RoleSpec]:
-        """The role that writes the policy for other programs, if checkpoints hold it in that form."""
-        return [EXPORT] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
 
     @property
     def command(self) -> list[str]:
@@ -308,64 +290,10 @@ class TrainingJob(Job):
             split: dict(zip(files[split], read[split].file_sizes, strict=False)) for split in files if split in read
         }
 
-    def frozen_weights(self) -> dict[str, str]:
-        """Role -> path of the weights of a model that is not trained."""
-        frozen = [spec for spec in self.all_roles() if spec.head is not None and not spec.trains]
-        return {spec.name: path for spec in frozen if (path := spec.init_from(self.config)) is not None}
-
-    @property
-    def needs_start_weights(self) -> bool:
-        """Whether a resumed run reads model.init_from again, for a reference."""
-        return "ref" in self.derived.roles
-
-    def total_steps(self) -> int:
-        raise NotImplementedError
-
     def steps_for_epochs(self, num_rows: int, epochs: int) -> int:
         """Steps of the run with so many passes over the training data, of which `start` has taken a part."""
         rows_done = self.start.consumed_rows(self.rows_per_step)
         return steps_for_epochs(num_rows, self.rows_per_step, epochs, steps_done=self.start.step, rows_done=rows_done)
-
-    def position(self, step: int) -> dict[str, Any]:
-        """How far the run is in its training data after `step`, as JSON: the steps since the start have one size."""
-        since = (step - self.start.step) * self.rows_per_step
-        return {"consumed_rows": self.start.consumed_rows(self.rows_per_step) + since}
-
-    def continue_from(self, start: Start) -> None:
-        """Set the start, on every rank, once the inputs are read."""
-        self.start = start
-
-    def set_up(self, run: Run) -> None:
-        """Make what the loop uses, on rank 0, before state is loaded into it."""
-
-    def loop(self, run: Run) -> None:
-        """`for step in run.steps(): ...`, on rank 0."""
-        raise NotImplementedError
-
-    @property
-    def validation_freq(self) -> int:
-        """Steps between two validations; -1: never."""
-        return -1
-
-    def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
-        """Metrics of the weights after `step`, and Markdown for TensorBoard."""
-        raise NotImplementedError
-
-    def step_metrics(
-        self, run: Run, seconds: dict[str, float], lengths: list[int], num_response_tokens: int
-    ) -> dict[str, float]:
-        """Further metrics of a step; `seconds` are its timing_s/*, `lengths` the tokens of its samples."""
-        return {}
-
-    def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The numbers of the progress line."""
-        return {}
-
-    def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint's trainer.json holds of the job, as JSON."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
 
     def main(self) -> int:
         from hpcrl.run.recovery import open_memory, recover
@@ -374,13 +302,17 @@ class TrainingJob(Job):
         from hpcrl.workers.team import build_team
 
         world, config = self.world, self.config
+        for line in self.former_members:
+            log.warning("%s; the former name is read until the next release", line)
         check_scratch(world, config)
         recover(world, config)
         self.inputs = world.run_collectively(self.read_inputs)
-        self.inputs.shapes |= world.run_collectively(self.own_shapes)
-        frozen, trained, needs_ref = self.frozen_weights(), self.trained_role, self.needs_start_weights
-        start: Start = find_start(world, config, needs_ref, frozen, trained, self.name)
-        self.continue_from(start)
+        models = self.models
+        self.inputs.shapes |= world.run_collectively(models.own_shapes)
+        start: Start = find_start(
+            world, config, models.needs_start_weights, models.frozen(), self.trained_role, self.name
+        )
+        self.saved_state.set_start(start)
         total = self.total_steps()
         check_time(world, config, start, 0 if start.state.get("reached") else total)
         team = build_team(world, config, self.derived, self.inputs, self.all_roles(), total)
@@ -414,11 +346,39 @@ class SupervisedConfig(Section):
     eval_samples: PositiveInt = Field(256, description="validation rows per evaluation")
 
 
+class SupervisedModels(Models):
+    def optimizer(self, spec: RoleSpec) -> OptimConfig | None:
+        own: OptimConfig | None = getattr(self.job.own, "optim", None)
+        return own if own is not None and spec.name == self.job.trained_role else super().optimizer(spec)
+
+
+class SupervisedValidation(Validation):
+    @property
+    def freq(self) -> int:
+        return int(self.job.own.eval_freq)
+
+
+class SupervisedState(SavedState):
+    """It has the position of the training rows' order."""
+
+    def set_start(self, start: Start) -> None:
+        super().set_start(start)
+        if self.job.world.rank == 0:
+            consumed = {"position": start.consumed_rows(self.job.rows_per_step)}
+            self.job.order.load_state_dict(start.state.get("sampler", consumed))
+
+    def position(self, step: int) -> dict[str, Any]:
+        return {**super().position(step), "sampler": self.job.order.state_dict()}
+
+
 class SupervisedJob(TrainingJob):
     """A job that trains on given answers. Its config section has the name of the job, and is a `SupervisedConfig`."""
 
     derived: RoleLayouts
     order: OrderedSampler  # of the training rows
+    validation_class: ClassVar[type[Validation]] = SupervisedValidation
+    models_class = SupervisedModels
+    saved_state_class = SupervisedState
 
     def log_first_row(self, dataset: Any) -> None:
         """Log which tokens of the first training row are trained."""
@@ -455,24 +415,6 @@ class SupervisedJob(TrainingJob):
     def rows_per_step(self) -> int:  # type: ignore[override]
         return int(self.own.batch_size)
 
-    def continue_from(self, start: Start) -> None:
-        super().continue_from(start)
-        if self.world.rank == 0:
-            self.order.load_state_dict(
-                start.state.get("sampler", {"position": start.consumed_rows(self.rows_per_step)})
-            )
-
-    def position(self, step: int) -> dict[str, Any]:
-        return {**super().position(step), "sampler": self.order.state_dict()}
-
-    def optim_of(self, spec: RoleSpec) -> OptimConfig | None:
-        own: OptimConfig | None = getattr(self.own, "optim", None)
-        return own if own is not None and spec.name == self.trained_role else super().optim_of(spec)
-
-    @property
-    def validation_freq(self) -> int:
-        return int(self.own.eval_freq)
-
     def load_ahead(self, run: Run, batch_of: Callable[[np.ndarray], DataProto]) -> None:
         """Have the pictures of the next step decoded in processes, meanwhile. batch_of: from rows to what the data
         worker loads."""
@@ -482,5 +424,5 @@ class SupervisedJob(TrainingJob):
     def next_rows(self, run: Run, lengths: np.ndarray) -> np.ndarray:
         """The rows of the data that the next step trains on, int64. lengths: tokens of every row, int64."""
         rows, epochs = self.order.next_rows(self.rows_per_step)
-        run.log({"training/epoch": float(epochs[0]), "perf/total_num_tokens": float(np.sum(lengths[rows]))})
+        run.log({EPOCH: float(epochs[0]), TOTAL_NUM_TOKENS: float(np.sum(lengths[rows]))})
         return rows

@@ -27,7 +27,7 @@ from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset
 from hpcrl.data.image_loader import tower_tokens
 from hpcrl.data.supervision import Supervised
 from hpcrl.run.calls import metrics_of
-from hpcrl.run.job import SupervisedConfig, SupervisedJob
+from hpcrl.run.job import SupervisedConfig, SupervisedJob, SupervisedValidation
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.new_files import draft_of
 
@@ -60,14 +60,17 @@ class RefLogps:
         """Pairs whose values are not computed yet."""
         return sum(int(np.isnan(values).any(1).sum()) for values in self.values.values())
 
-    def fill(self, compute: Callable[[str, np.ndarray], np.ndarray]) -> None:
-        """Compute what is missing, and write the file, in any case with what is computed so far.
+    def fill(self, compute: Callable[[str, np.ndarray], np.ndarray | None]) -> bool:
+        """Compute what is missing, and write the file with what is computed so far. Returns whether nothing is missing.
 
-        compute(split, rows): float32 (2 * number of rows,), chosen and rejected in turn.
+        compute(split, rows): float32 (2 * number of rows,), chosen and rejected in turn; None: stop here.
         """
         try:
             for split, rows in self._missing():
-                self.values[split][rows] = compute(split, rows).reshape(-1, 2)
+                if (values := compute(split, rows)) is None:
+                    return False
+                self.values[split][rows] = values.reshape(-1, 2)
+            return True
         finally:
             self._write()
 
@@ -86,20 +89,20 @@ class RefLogps:
 
     def _read(self) -> None:
         try:
-            with np.load(self.path, allow_pickle=False) as found:
-                kept = {name: found[name] for name in found.files}
+            with np.load(self.path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
             log.warning("%s cannot be read and is computed again: %s", self.path, error)
             return
-        if str(kept.pop("key", "")) != self.key:
+        if str(arrays.pop("key", "")) != self.key:
             log.info("%s is of other data or start weights", self.path)
             return
         for split, values in self.values.items():
-            rows = min(len(values), len(kept.get(split, ())))
+            rows = min(len(values), len(arrays.get(split, ())))
             if rows:
-                values[:rows] = kept[split][:rows]
+                values[:rows] = arrays[split][:rows]
 
     def _write(self) -> None:
         with draft_of(self.path) as draft, draft.open("wb") as file:
@@ -132,9 +135,20 @@ def check_loss(section: str, own: Any) -> PreferenceLoss:
     return loss
 
 
+class PairsValidation(SupervisedValidation):
+    def run(self, run: Run, step: int) -> tuple[dict[str, float], str]:
+        """Metrics of the loss over the first validation pairs."""
+        job: PairsJob = self.job
+        rows = np.arange(min(job.own.eval_samples, len(job.inputs.pairs["val"])), dtype=np.int64)
+        batch = job.pairs("val", rows)
+        batch = job.with_reference(run, batch.union(run.controller["data"].load(batch).get()))
+        return metrics_of(run.controller[job.trained_role].evaluate(batch).get()), ""
+
+
 class PairsJob(SupervisedJob):
     """A job that trains one role on chosen and rejected answers; its section is a `PairsConfig`."""
 
+    validation_class = PairsValidation
     side_note: ClassVar[str] = ""  # what is said of each where an example is shown
 
     @classmethod
@@ -220,13 +234,6 @@ class PairsJob(SupervisedJob):
         for dp in {layout.dp for layout in self.derived.roles.values()}:
             samples[replica_column(dp)] = np.repeat(balanced_assignment(work, dp), 2)
         return DataProto({}, samples, {"split": split})
-
-    def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
-        """Metrics of the loss over the first validation pairs."""
-        rows = np.arange(min(self.own.eval_samples, len(self.inputs.pairs["val"])), dtype=np.int64)
-        batch = self.pairs("val", rows)
-        batch = self.with_reference(run, batch.union(run.controller["data"].load(batch).get()))
-        return metrics_of(run.controller[self.trained_role].evaluate(batch).get()), ""
 
     def with_reference(self, run: Run, batch: DataProto) -> DataProto:
         """The batch with what the trained role's `evaluate` reads besides its sequences."""

@@ -7,19 +7,26 @@ import json
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.busy import BusyReport, MemoryUse
 from hpcrl.controller.controller import Controller, Future
+from hpcrl.model.params import has_fp8_products
 from hpcrl.model.shape import ModelShape, forward_flops, training_flops
 from hpcrl.model.vision import tower_training_factor
+from hpcrl.run.job_parts import Report
+from hpcrl.run.rollouts.source import idle_metrics
 from hpcrl.runtime.watchdog import STRAGGLERS_FILE
+from hpcrl.workers.response_columns import ROLLOUT_BUSY_S, TOWER_FLOPS
+
+if TYPE_CHECKING:
+    from hpcrl.run.predicted import PredictedSteps
+    from hpcrl.run.run import Run
 
 
 def mfu_metrics(
@@ -45,16 +52,16 @@ def mfu_metrics(
     to_train = tower * tower_training_factor(shape.vision) if shape.vision is not None else 0.0
     update = training_flops(shape, lengths, num_responses, has_adapters=has_adapters) + to_train
     update_critic = training_flops(shape, lengths, 0) + to_train
-    found = {}
+    metrics = {}
     for phase, role, name, flops in (
         ("old_log_prob", "actor", "actor_infer", forward_flops(shape, lengths, num_responses) + tower),
         ("update_actor", "actor", "actor", config.actor.ppo_epochs * update),
         ("update_critic", "critic", "critic", derived.critic_ppo_epochs * update_critic),
     ):
         if f"timing_s/{phase}" in seconds and role in derived.roles:
-            could = seconds[f"timing_s/{phase}"] * peak * len(derived.roles[role].ranks)
-            found[f"perf/mfu/{name}"] = flops / could
-    return found
+            possible_flops = seconds[f"timing_s/{phase}"] * peak * len(derived.roles[role].ranks)
+            metrics[f"perf/mfu/{name}"] = flops / possible_flops
+    return metrics
 
 
 GIB = 2**30
@@ -68,14 +75,14 @@ def memory_metrics(reports: Sequence[BusyReport]) -> dict[str, float]:
         for phase, used in report.memory.items():
             by_phase[phase] = used.or_more(by_phase.get(phase, MemoryUse()))
     most = reduce(MemoryUse.or_more, by_phase.values(), MemoryUse())
-    found = {
+    metrics = {
         f"memory/{phase}/{name}_gb": nbytes
         for phase, used in by_phase.items()
         for name, nbytes in used._asdict().items()
     }
-    found |= {f"perf/max_memory_{name}_gb": getattr(most, name) for name in ("allocated", "reserved")}
-    found["memory/host_buffers_gb"] = max((report.host_buffers for report in reports), default=0)
-    return {name: nbytes / GIB for name, nbytes in found.items() if nbytes > 0}
+    metrics |= {f"perf/max_memory_{name}_gb": getattr(most, name) for name in ("allocated", "reserved")}
+    metrics["memory/host_buffers_gb"] = max((report.host_buffers for report in reports), default=0)
+    return {name: nbytes / GIB for name, nbytes in metrics.items() if nbytes > 0}
 
 
 log = logging.getLogger(__name__)
@@ -114,14 +121,14 @@ def slow_ranks(reports: Sequence[BusyReport], likeness: Likeness) -> dict[Slow, 
     for report in reports:
         for phase in report.seconds:
             alike[phase, likeness(phase, report.rank)].append((report, phase))
-    found = {}
+    ratios = {}
     for members in alike.values():
         usual = median(report.seconds[phase] for report, phase in members)
         for report, phase in members if len(members) >= FEWEST else []:
             seconds = report.seconds[phase]
             if seconds > RATIO * usual and seconds - usual > EXCESS:
-                found[Slow(report.rank, report.node, phase)] = seconds / max(usual, 1e-3)
-    return found
+                ratios[Slow(report.rank, report.node, phase)] = seconds / max(usual, 1e-3)
+    return ratios
 
 
 def lasting(history: Sequence[dict[Slow, float]]) -> Iterator[tuple[Slow, int, float]]:
@@ -164,8 +171,8 @@ class Stragglers:
         return busy_metrics(reports) | memory_metrics(reports)
 
     def _warn(self, step: int) -> None:
-        found = list(lasting(self._history))
-        for slow, count, ratio in found:
+        stragglers = list(lasting(self._history))
+        for slow, count, ratio in stragglers:
             if slow in self._logged:
                 continue
             log.warning(
@@ -175,7 +182,7 @@ class Stragglers:
             )
             with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **slow._asdict(), "ratio": round(ratio, 2)}) + "\n")
-        self._logged = {slow for slow, _, _ in found}
+        self._logged = {slow for slow, _, _ in stragglers}
 
     def _likeness(self, phase: str, rank: int) -> Hashable:
         """A key that is equal for peers: pipeline stages differ in layers, and leaders do more work than other ranks of
@@ -189,8 +196,8 @@ PROFILE_FOLDER = "profile"
 
 
 class ProfiledSteps:
-    """Writes a trace on every rank in the steps of `trainer.profile_steps`: `with profiled(step): ...`. Lives on rank
-    0.
+    """Writes a trace on every rank in the steps of `trainer.profile_steps`, from `begin(step)` to `end()`. Lives on
+    rank 0.
 
     folder: the run's. waits: whether a step ends only when all its traces are written.
     """
@@ -200,22 +207,26 @@ class ProfiledSteps:
         self._folder = folder / PROFILE_FOLDER
         self._steps = frozenset(steps)
         self._waits = waits
+        self._step: int | None = None  # that is profiled now
         self._written: deque[tuple[int, Future[list[str | None]]]] = deque()
 
-    @contextmanager
-    def __call__(self, step: int) -> Iterator[None]:
+    def begin(self, step: int) -> None:
         self._report()
-        if step not in self._steps:
-            yield
-            return
-        self._controller.begin_profile()
-        try:
-            yield
-        except GeneratorExit:  # the step is stopped, and the next slice does the whole of it
+        if step in self._steps:
+            self._step = step
+            self._controller.begin_profile()
+
+    def end(self) -> None:
+        """End the step's trace, if it has one, and write it."""
+        if self._step is not None:
+            self._written.append((self._step, self._controller.end_profile(str(self._stem(self._step)))))
+            self._step = None
+        self._report()
+
+    def discard(self) -> None:
+        """End the trace of a step that is stopped, without a file: the next slice does the whole of it."""
+        if self._step is not None:
             self._controller.end_profile(None)
-            raise
-        self._written.append((step, self._controller.end_profile(str(self._stem(step)))))
-        self._report()
 
     def close(self) -> None:
         """Wait for the traces that are still to be written."""
@@ -264,3 +275,49 @@ def peak_of(device_name: str, *, fp8: bool = False) -> float | None:
     products; then those of fp8, although small products, attention and the head are not."""
     words = device_name.replace("-", " ").split()
     return next((peaks[fp8] for name, peaks in PEAKS.items() if name in words), None)
+
+
+class TrainReport(Report):
+    """Of `hpcrl train` and jobs like it: utilisation, predicted seconds, and idle shares of asynchronous modes."""
+
+    shown = {
+        "score": "critic/score/mean",
+        "length": "response_length/mean",
+        "entropy": "actor/entropy",
+        "ratio_kl": "actor/ppo_kl",
+    }
+    phases_per_token = ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
+    is_predicted = True  # the time of steps, by job.machine
+    predicted: PredictedSteps | None = None
+    peak_flops: float | None = None  # of a device, if it is known
+
+    @property
+    def label(self) -> str:
+        return "ppo" if self.job.derived.needs_critic else str(self.job.config.algorithm.adv_estimator)
+
+    def set_up(self, run: Run) -> None:
+        job, model = self.job, self.job.config.model
+        if run.device_name:
+            fp8 = has_fp8_products(job.inputs.shape, model.transformer_engine.fp8, job.derived.roles["actor"].tp)
+            self.peak_flops = peak_of(run.device_name, fp8=fp8)
+        if job.config.job.machine is not None and self.is_predicted:
+            from hpcrl.run.predicted import PredictedSteps
+
+            self.predicted = PredictedSteps.of_job(job, run)
+
+    def step_metrics(
+        self, run: Run, seconds: dict[str, float], lengths: list[int], num_response_tokens: int
+    ) -> dict[str, float]:
+        config, derived = self.job.config, self.job.derived
+        metrics: dict[str, float] = {}
+        if self.predicted is not None:
+            prompts, responses = run.prompt_lengths, run.response_lengths
+            metrics |= self.predicted.observe(seconds, prompts, responses, run.metrics, run.stragglers.slow)
+        if self.peak_flops is not None:
+            sizes = (config, derived, self.job.inputs.shape, lengths, num_response_tokens)
+            metrics |= mfu_metrics(*sizes, seconds, self.peak_flops, run.metrics.get(TOWER_FLOPS, 0.0))
+        if config.async_training.mode != "sync":
+            busy = run.metrics.get(ROLLOUT_BUSY_S, 0.0)  # missing if surplus samples were enough for the step
+            waited, step = seconds.get("timing_s/gen", 0.0), seconds["timing_s/step"]
+            metrics |= idle_metrics(waited, busy, step, derived.roles["rollout"].dp)
+        return metrics

@@ -22,6 +22,7 @@ from hpcrl.forecast.time.lengths import Lengths
 from hpcrl.forecast.time.step import APART, Prediction, forget_lengths, predict, with_measured_load
 from hpcrl.machine.machine_file import Machine, read_machine
 from hpcrl.run.performance import EXCESS, STEPS, Slow
+from hpcrl.run.rollouts.source import NUM_GEN_BATCHES
 
 if TYPE_CHECKING:
     from hpcrl.run.job import TrainingJob
@@ -61,66 +62,66 @@ class Evidence(NamedTuple):
         return max((self.metrics.get(f"{name}/{method}{statistic}", 0.0) for method in self.methods), default=0.0)
 
 
-def likely_cause(found: Evidence) -> str:
+def likely_cause(evidence: Evidence) -> str:
     """The first rule's line that applies."""
-    return next(line for rule in RULES if (line := rule(found)) is not None)
+    return next(line for rule in RULES if (line := rule(evidence)) is not None)
 
 
-def _straggler(found: Evidence) -> str | None:
-    in_it = (slow for slow in found.slow if slow.phase in found.methods)
+def _straggler(evidence: Evidence) -> str | None:
+    in_it = (slow for slow in evidence.slow if slow.phase in evidence.methods)
     return next((f"rank {slow.rank} on {slow.node} is slower than its peers in it" for slow in in_it), None)
 
 
-def _swap(found: Evidence) -> str | None:
-    if found.swapped < SWAPPED:
+def _swap(evidence: Evidence) -> str | None:
+    if evidence.swapped < SWAPPED:
         return None
     return (
-        f"{found.swapped / 2**30:.2g} GiB of rank 0's process are in swap: the node's memory is full; offload less, or "
-        "ask for more (job.mem)"
+        f"{evidence.swapped / 2**30:.2g} GiB of rank 0's process are in swap: the node's memory is full; offload less, "
+        "or ask for more (job.mem)"
     )
 
 
-def _full_device(found: Evidence) -> str | None:
-    reserved = found.most("memory", "/reserved_gb")
-    if found.device_gib is None or reserved < FULL * found.device_gib:
+def _full_device(evidence: Evidence) -> str | None:
+    reserved = evidence.most("memory", "/reserved_gb")
+    if evidence.device_gib is None or reserved < FULL * evidence.device_gib:
         return None
     return (
-        f"{reserved:.4g} of a GPU's {found.device_gib:.4g} GiB are reserved, so that the allocator frees and allocates "
-        "again; `hpcrl plan` names keys that need less"
+        f"{reserved:.4g} of a GPU's {evidence.device_gib:.4g} GiB are reserved, so that the allocator frees and "
+        "allocates again; `hpcrl plan` names keys that need less"
     )
 
 
-def _generations(found: Evidence) -> str | None:
-    count = found.metrics.get("train/num_gen_batches", 1.0)
-    if found.phase != "gen" or count <= 1:
+def _generations(evidence: Evidence) -> str | None:
+    count = evidence.metrics.get(NUM_GEN_BATCHES, 1.0)
+    if evidence.phase != "gen" or count <= 1:
         return None
     return f"algorithm.filter_groups took {count:.0f} generations, and one is predicted"
 
 
-def _tools(found: Evidence) -> str | None:
-    if found.phase != "gen" or found.metrics.get("tool_call_counts/max", 0.0) <= 0:
+def _tools(evidence: Evidence) -> str | None:
+    if evidence.phase != "gen" or evidence.metrics.get("tool_call_counts/max", 0.0) <= 0:
         return None
     return "generation waits for tools, whose time is not predicted"
 
 
-def _uneven(found: Evidence) -> str | None:
-    busiest, usual = found.most("perf/busy_s", "/max"), found.most("perf/busy_s", "/median")
-    if busiest < UNEVEN * usual or busiest < WORKING * found.seconds:
+def _uneven(evidence: Evidence) -> str | None:
+    busiest, usual = evidence.most("perf/busy_s", "/max"), evidence.most("perf/busy_s", "/median")
+    if busiest < UNEVEN * usual or busiest < WORKING * evidence.seconds:
         return None
     return f"the busiest rank works {busiest:.3g} s, the median one {usual:.3g} s: the work is uneven"
 
 
-def _rewards(found: Evidence) -> str | None:
-    return "it includes reward functions, whose time is not predicted" if found.phase == "reward" else None
+def _rewards(evidence: Evidence) -> str | None:
+    return "it includes reward functions, whose time is not predicted" if evidence.phase == "reward" else None
 
 
-def _waiting(found: Evidence) -> str | None:
-    busiest = found.most("perf/busy_s", "/max")
-    if busiest == 0 or busiest >= WORKING * found.seconds:
+def _waiting(evidence: Evidence) -> str | None:
+    busiest = evidence.most("perf/busy_s", "/max")
+    if busiest == 0 or busiest >= WORKING * evidence.seconds:
         return None
     return (
-        f"the busiest rank works {busiest:.3g} of {found.seconds:.3g} s and waits for messages otherwise: the links "
-        f"may be slower than {found.machine} says, or rank 0 is late"
+        f"the busiest rank works {busiest:.3g} of {evidence.seconds:.3g} s and waits for messages otherwise: the links "
+        f"may be slower than {evidence.machine} says, or rank 0 is late"
     )
 
 
@@ -136,14 +137,14 @@ LIMITS = {  # kind of a prediction's seconds -> what may be slower than the mach
 }
 
 
-def _limit(found: Evidence) -> str:
-    kind, share = max(found.parts.items(), key=lambda part: part[1], default=("", 0.0))
+def _limit(evidence: Evidence) -> str:
+    kind, share = max(evidence.parts.items(), key=lambda part: part[1], default=("", 0.0))
     advice = "`hpcrl check --job --machine FILE` measures it"
-    if not found.is_fitted:
+    if not evidence.is_fitted:
         advice += "; the file has no efficiency of this phase, which `hpcrl plan --calibrate` fits"
     if share < LEAST_DIFFERENCE or kind not in LIMITS:
-        return f"the machine may be slower than {found.machine} says: {advice}"
-    return f"{share:.0%} of the prediction is {kind}; {LIMITS[kind]} than {found.machine} says: {advice}"
+        return f"the machine may be slower than {evidence.machine} says: {advice}"
+    return f"{share:.0%} of the prediction is {kind}; {LIMITS[kind]} than {evidence.machine} says: {advice}"
 
 
 RULES: tuple[Callable[[Evidence], str | None], ...] = (
@@ -192,14 +193,14 @@ def compared(
         for names, predicted in prediction.together(phases)
         if predicted > 0
     ]
-    least, found = LEAST_SHARE * sum(measured for _, measured, _ in pairs), []
+    least, comparisons = LEAST_SHARE * sum(measured for _, measured, _ in pairs), []
     for names, measured, predicted in pairs:
         factor = 1.0
         if not set(names) <= set(fitted):
             others = [it / ideal for other, it, ideal in pairs if other != names and it > least]
             factor = max(1.0, median(others)) if others else math.inf
-        found.append(Compared(names, measured, predicted, predicted * factor))
-    return found
+        comparisons.append(Compared(names, measured, predicted, predicted * factor))
+    return comparisons
 
 
 class Slowdowns:
@@ -211,7 +212,7 @@ class Slowdowns:
 
     def observe(self, step: Sequence[Compared]) -> list[list[Compared]]:
         """The last STEPS steps of each phase that has been slow in all of them, once per phase."""
-        found = []
+        histories = []
         for it in step:
             history = self._steps[it.phases]
             history.append(it)
@@ -220,9 +221,9 @@ class Slowdowns:
             elif len(history) == STEPS:
                 del self._steps[it.phases]
                 if it.phases not in self._logged:
-                    found.append(history)
+                    histories.append(history)
                     self._logged.add(it.phases)
-        return found
+        return histories
 
 
 class PredictedSteps:
@@ -271,9 +272,9 @@ class PredictedSteps:
             self._is_possible = False
             return {}
         forget_lengths()
-        found = {phase: it for phase, it in prediction.phases.items() if f"timing_s/{phase}" in seconds}
-        found = {"step": prediction.step} | found
-        shown = {phase: it for phase, it in found.items() if phase not in self._left_out}
+        predicted = {phase: it for phase, it in prediction.phases.items() if f"timing_s/{phase}" in seconds}
+        predicted = {"step": prediction.step} | predicted
+        shown = {phase: it for phase, it in predicted.items() if phase not in self._left_out}
         self._num_observed += 1
         if self._num_observed > WARM_UP_STEPS:
             measured = {phase: seconds[f"timing_s/{phase}"] for phase in shown}

@@ -30,6 +30,7 @@ from hpcrl.observe.record.archive import UPDATE_COLUMNS, step_path
 from hpcrl.observe.record.writer import METRICS_FILE, json_line
 from hpcrl.run.job import SupervisedJob, TrainingJob
 from hpcrl.run.job_config import softmax_vocab_of
+from hpcrl.run.job_parts import Validation
 from hpcrl.run.run import Run, versions
 from hpcrl.runtime import run_owner
 from hpcrl.runtime.exits import DONE, OTHER, InputError
@@ -171,7 +172,7 @@ class Replay(TrainingJob):
 
     handles_signals = False
     saves_last = False
-    validates_first = False
+    validation_class = Validation  # there is none
     starts: ClassVar[dict[int, Path]]  # checkpoints from which it may start; on rank 0
     first: int  # step that is taken; on rank 0
     versions_then: dict[str, str]  # those of the checkpoint; on rank 0
@@ -229,10 +230,6 @@ class Replay(TrainingJob):
     def last_step(self) -> int:
         return int(self.arguments.step)
 
-    @property
-    def validation_freq(self) -> int:
-        return -1
-
     def total_steps(self) -> int:
         return max(super().total_steps(), self.last_step)
 
@@ -257,14 +254,14 @@ class Replay(TrainingJob):
     def compare(self) -> int:
         """Compare the steps taken, on rank 0; returns the exit code."""
         folder, rtol = run_directory(self.config), self.arguments.rtol
-        logged, found = read_run(self.source / METRICS_FILE).rows, read_run(folder / METRICS_FILE).rows
+        logged, replayed = read_run(self.source / METRICS_FILE).rows, read_run(folder / METRICS_FILE).rows
         results = []
         for step in range(self.first, self.last_step + 1):
-            if step not in logged or step not in found:
+            if step not in logged or step not in replayed:
                 log.warning("step %d is not compared: %s has no such line", step, METRICS_FILE)
                 continue
             result = Agreement(step, rtol)
-            compare_metrics(logged[step], found[step], result)
+            compare_metrics(logged[step], replayed[step], result)
             if needs_rollouts(type(self)):
                 compare_archives(self.source / "rollouts", folder / "rollouts", result)
             (log.info if result.agrees else log.error)("%s", result)
@@ -282,14 +279,14 @@ class Replay(TrainingJob):
     def changes(self) -> list[str]:
         """What is not as it was in the run, and changes the last bits of its numbers."""
         now, ranks = versions(), len(list((self.source / "logs").glob("rank_*.log")))
-        found = [
+        changes = [
             f"{name} {now[name]}, was {then}" for name, then in self.versions_then.items() if now.get(name) != then
         ]
         if ranks != self.world.size:
-            found.append(f"the number of ranks, {self.world.size}, was {ranks}")
+            changes.append(f"the number of ranks, {self.world.size}, was {ranks}")
         if any(text.startswith("placement") for text in self.arguments.overrides):
-            found.append("the placement")
-        return found
+            changes.append("the placement")
+        return changes
 
 
 def needs_rollouts(job: type[TrainingJob]) -> bool:
@@ -333,39 +330,39 @@ def starts_of(run: Path, step: int, needs_samples: bool) -> dict[int, Path]:
     Raises InputError if there is no such start, and ArchiveError for a damaged rollout file.
     """
     rollouts = run / "rollouts"
-    found = {number: folder for number, folder in CheckpointStore(run / "checkpoints").listed() if number < step}
-    nearest = max(found, default=0)
+    checkpoints = {number: folder for number, folder in CheckpointStore(run / "checkpoints").listed() if number < step}
+    nearest = max(checkpoints, default=0)
     if not needs_samples:
-        return found
+        return checkpoints
     missing = missing_steps(rollouts, nearest + 1, step)
-    if missing and not found:
+    if missing and not checkpoints:
         raise InputError(
             f"{run} has no checkpoint before step {step}, and no rollouts of step {missing[0]}; a replay needs a "
             "checkpoint, or the rollouts of all steps from 1"
         )
     if missing:
         raise InputError(
-            f"{step_path(rollouts, missing[0])}: no such rollout file; from {found[nearest].name} the replay needs "
-            f"those of steps {nearest + 1} to {step}"
+            f"{step_path(rollouts, missing[0])}: no such rollout file; from {checkpoints[nearest].name} the replay "
+            f"needs those of steps {nearest + 1} to {step}"
         )
     for recorded in range(nearest + 1, step + 1):
         read_samples(step_path(rollouts, recorded))
-    return {number: folder for number, folder in found.items() if not missing_steps(rollouts, number + 1, step)}
+    return {number: folder for number, folder in checkpoints.items() if not missing_steps(rollouts, number + 1, step)}
 
 
 def _own(run: Path, starts: dict[int, Path], arguments: argparse.Namespace, job: type[TrainingJob]) -> list[str]:
     """Overrides of this replay."""
     overrides = arguments.overrides
-    found = [f"{job.name}.eval_freq=-1"] if issubclass(job, SupervisedJob) else []
+    additions = [f"{job.name}.eval_freq=-1"] if issubclass(job, SupervisedJob) else []
     if needs_rollouts(job):
-        found.append(f"trainer.rollouts_from={quoted_path(str(run / 'rollouts'))}")
+        additions.append(f"trainer.rollouts_from={quoted_path(str(run / 'rollouts'))}")
     if arguments.tokens:
-        found.append(f"trainer.record_update_steps=[{arguments.step}]")
+        additions.append(f"trainer.record_update_steps=[{arguments.step}]")
     began_with = _saved(run).get("init_from")
     given = raw_value(run / "config.yaml", (), ("model", "init_from"))
     if not starts and given and began_with and not any(text.startswith("model.init_from=") for text in overrides):
-        found.append(f"model.init_from={quoted_path(began_with)}")  # `given` may have newer contents now
-    return found
+        additions.append(f"model.init_from={quoted_path(began_with)}")  # `given` may have newer contents now
+    return additions
 
 
 def _saved(run: Path) -> dict[str, Any]:

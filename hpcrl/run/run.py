@@ -7,7 +7,7 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,6 @@ import numpy as np
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.loader import dump_config
 from hpcrl.controller.controller import Controller
-from hpcrl.controller.register import Registration
 from hpcrl.forecast.memory.state import snapshot_bytes
 from hpcrl.observe.read.runlog import RunError, read_run
 from hpcrl.observe.record.archive import discard_from
@@ -28,16 +27,16 @@ from hpcrl.observe.record.writer import METRICS_FILE, MetricsWriter, without_nan
 from hpcrl.observe.report.tables import at_end, next_commands
 from hpcrl.observe.trace.rank_trace import discard_other_ranks
 from hpcrl.observe.trace.records import TRACE_FOLDER
-from hpcrl.run import disk
 from hpcrl.run.calls import Call, PendingBatch, Role
+from hpcrl.run.job_parts import EPOCH, TOTAL_NUM_TOKENS
 from hpcrl.run.model_card import card_facts
 from hpcrl.run.performance import PROFILE_FOLDER, ProfiledSteps, Stragglers
-from hpcrl.run.rollouts.durable_rollouts import DurableRollouts, bring_back, origin_of
+from hpcrl.run.recovery import DurableRollouts, bring_back, origin_of
 from hpcrl.run.rollouts.source import RolloutSource, write_samples
-from hpcrl.run.saver import Saver, export, export_adapter
+from hpcrl.run.saver import Saver, export, export_adapter, report_disk, trained_models
 from hpcrl.run.snapshots import Snapshots
 from hpcrl.run.start import Start, flatten, set_aside, warn_of_changes
-from hpcrl.run.time_budget import StopRequested, TimeBudget
+from hpcrl.run.time_budget import TimeBudget
 from hpcrl.runtime import accelerator, run_owner
 from hpcrl.runtime.exits import DONE, OTHER, REQUEUE, write_exit
 from hpcrl.runtime.job import run_directory
@@ -82,7 +81,7 @@ class Run:
         self._open_folder()
         first_line = 0 if start.folder is None else start.step + (start.unlogged is None)
         self.writer = MetricsWriter(self.folder, first_step=first_line)
-        self.progress = Progress(total_steps, job.label, start.step + 1)
+        self.progress = Progress(total_steps, job.report.label, start.step + 1)
         self.timers = PhaseTimers(announce=self._phase)
         self.long_phases = LongPhases(self.timers.longest, lambda: int(self.metrics.get(STEP, self.step)))
         trainer, is_sync = self.config.trainer, self.config.async_training.mode == "sync"
@@ -104,7 +103,7 @@ class Run:
         )
         needed = {}
         if world.node_memory is not None:
-            needed = snapshot_bytes(disk.trained_models(job, controller), world.node_memory.nodes)
+            needed = snapshot_bytes(trained_models(job, controller), world.node_memory.nodes)
         self.snapshots = Snapshots(world.key_value_store, world.node_memory, self.folder, needed)
         self.budget = TimeBudget(
             self.folder,
@@ -123,15 +122,17 @@ class Run:
             enabled=trainer.reuse_rollouts,
         )
         self.device_name = accelerator.name_of(world.device)
+        self.stop_reason: str | None = None  # once the run has to save and stop, to be continued by the next start
         self._can_stop = False  # whether the step can be made again from what it began with
+        self._loop_asks = self._was_asked = True  # whether the loop calls `stops_before` in a step, and has in this one
         self.calls: list[Call] = []  # of this step, which may still run
-        self._steps: Iterator[int] = self._take_steps()
+        self._steps = self._take_steps()
         self.prompt_lengths = self.response_lengths = np.zeros(0, np.int64)  # tokens of each sample of this step
         self._state: StateAfterStep
 
     def roles(self, *names: str) -> list[Role]:
         """The named roles, for calls. A role that this job does not have leaves batches unchanged."""
-        return [Role(self, self.controller.groups.get(self.job.stands_for(name))) for name in names]
+        return [Role(self, self.controller.groups.get(self.job.models.stands_for(name))) for name in names]
 
     def steps(self) -> Iterator[int]:
         """The remaining steps, counted from 1. Between two steps: metrics, validation, checkpoint, time budget."""
@@ -151,7 +152,7 @@ class Run:
         """Count the samples of this step, for sizes and speeds."""
         samples = batch.samples
         self.prompt_lengths, self.response_lengths = samples["prompt_length"], samples["response_length"]
-        self.metrics["perf/total_num_tokens"] = float(self.prompt_lengths.sum() + self.response_lengths.sum())
+        self.metrics[TOTAL_NUM_TOKENS] = float(self.prompt_lengths.sum() + self.response_lengths.sum())
 
     def archive(self, batch: DataProto | PendingBatch) -> None:
         """Write the step's samples with all columns to rollouts/, if trainer.save_rollouts is set."""
@@ -174,26 +175,34 @@ class Run:
         self.is_complete = True
         log.info("stopped at step %d: %s", self.step, reason)
 
-    def before_call(self, registration: Registration) -> None:
-        """Raise StopRequested if there is no time, while the step can still be repeated: until the first update of a
-        model."""
-        if not self._can_stop:
-            return
-        if registration.updates:
-            self.budget.check(*self.job.phases_from_update)
-            self._can_stop = False
-        elif registration.phase is not None:
-            self.budget.check(*(call.phase for call in self.calls), registration.phase)
+    def stops_before(self, *phases: str) -> bool:
+        """Whether the run stops within this step, because a signal was received or these phases and a save do not fit
+        into its time: then the loop takes its next step, `continue`, and there is none. False from the first update of
+        a model on.
 
-    def before_phase(self, phase: str) -> None:
-        """As `before_call`, before a phase that is not a call of a role."""
-        if self._can_stop:
-            self.budget.check(phase)
+        A loop that does not ask is stopped between two steps only.
+        """
+        self._was_asked = True
+        return self.cannot_begin(*phases)
+
+    def cannot_begin(self, *phases: str) -> bool:
+        """As `stops_before`, for phases of a part of the step: the loop itself may ask or not."""
+        return self._can_stop and self.has_to_stop(*phases)
+
+    def has_to_stop(self, *phases: str) -> bool:
+        """Whether the run has to stop before these phases, or has stopped before."""
+        if self.stop_reason is None:
+            self.stop_reason = self.budget.reason_to_stop(*phases)
+        return self.stop_reason is not None
+
+    def begin_update(self) -> None:
+        """Note that the step cannot be repeated any more: it is completed, whatever the loop was answered before."""
+        self._can_stop, self.stop_reason = False, None
 
     def until_done(self, loop: Callable[[Run], None]) -> int:
         """Restore, run the loop, and end. Returns the exit code: done, or to be continued by another slice."""
-        if self.step < self.last_step and not self.is_complete:
-            disk.report(self.job, self.controller, self.folder, self.step, self.last_step)
+        if not self._is_over:
+            report_disk(self.job, self.controller, self.folder, self.step, self.last_step)
         self.long_phases.start()
         self._restore()
         if self._stop_requests is not None:
@@ -201,14 +210,12 @@ class Run:
         self.events.emit("started", self.step, total_steps=self.total_steps)
         try:
             loop(self)
-        except StopRequested as why:
-            self._steps.close()  # type: ignore[attr-defined]
-            code = self._stop(why)
-        except Exception:
-            self.saver.wait()  # the job ends, but the checkpoint in progress is completed
-            raise
-        else:
-            code = self._end(DONE)
+        except Exception as error:
+            if self.stop_reason is None:
+                self.saver.wait()  # the job ends, but the checkpoint in progress is completed
+                raise
+            log.warning("the loop does not take its next step where the run stops: %s: %s", type(error).__name__, error)
+        code = self._end(DONE) if self.stop_reason is None else self._stop(self.stop_reason)
         run_owner.check()
         if code == DONE:
             self.durable.run_ended()
@@ -220,28 +227,35 @@ class Run:
         with self.controller.phase(name), self.long_phases(name):
             yield
 
-    def _take_steps(self) -> Iterator[int]:
+    def _take_steps(self) -> Generator[int]:
         final: dict[str, float] = {}
         if self.unlogged is not None:
             final = self._close_step(self.step)
-        if self.step < self.last_step and not self.is_complete:
+        if not self._is_over:
             log.info("step %d of %d begins", self.step + 1, self.total_steps)  # tools/bench start searches for it
-        while self.step < self.last_step and not self.is_complete:
+        while not self._is_over:
             step, source = self.step + 1, self.rollouts
-            can_repeat = source is not None and source.can_repeat
-            self.budget.check("gen" if can_repeat else "step")
+            can_stop = self._loop_asks and source is not None and source.can_repeat
+            if self.has_to_stop("gen" if can_stop else "step"):
+                return
             self.metrics = {STEP: float(step)}
             self.calls = []
-            with self.profiled(step), self.timers("step"):
-                self._can_stop = can_repeat
+            self.profiled.begin(step)
+            with self.timers("step"):
+                self._can_stop, self._was_asked = can_stop, False
                 yield step
+                if self.stop_reason is not None:
+                    return
                 self.wait()
                 run_owner.check()
-            self._can_stop = False
+            self.profiled.end()
+            self._can_stop, self._loop_asks = False, self._was_asked
             self.metrics |= self._poll_save()
             self.step = step
             self._state, self.unlogged = self._take_state(), self._line(step)
             final = self._close_step(step) or final
+            if self.stop_reason is not None:
+                return
             # After the log: a kill in between repeats the step, where the other order would lose its line.
             is_last = self.is_complete or (step == self.total_steps and self.job.saves_last)
             if is_last or self._is_due(step, self.config.trainer.save_freq):
@@ -255,34 +269,42 @@ class Run:
             perhaps = (self.saver.step_under_way, self.snapshots.step)
             self.durable.step_ended(step, saved=self.saver.saved_step or 0, perhaps=perhaps)
         run_owner.check()
-        self.writer.hparams(flatten(self.config.model_dump()), final)
+        if self.stop_reason is None:
+            self.writer.hparams(flatten(self.config.model_dump()), final)
+
+    @property
+    def _is_over(self) -> bool:
+        return self.step >= self.last_step or self.is_complete or self.stop_reason is not None
 
     def _is_due(self, step: int, frequency: int) -> bool:
         return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
 
     def _close_step(self, step: int) -> dict[str, float]:
-        """Validate if it is due, and write the step's line. Returns the metrics of validation."""
-        found: dict[str, float] = {}
+        """Validate if it is due, and write the step's line, unless the run has to stop before. Returns the metrics of
+        validation."""
+        validation: dict[str, float] = {}
         assert self.unlogged is not None
-        if self.job.validation_freq > 0 and (step == 0 or self._is_due(step, self.job.validation_freq)):
-            self.budget.check("testing")
+        freq = self.job.validation.freq
+        if freq > 0 and (step == 0 or self._is_due(step, freq)):
+            if self.has_to_stop("testing"):
+                return {}
             with self.timers("testing"):
-                found, shown = self.job.validate(self, step)
+                validation, shown = self.job.validation.run(self, step)
             run_owner.check()
             if shown:
                 self.writer.text("validation/samples", step, shown)
-            for line in validation_lines(found):
+            for line in validation_lines(validation):
                 log.info("step %d: validation: %s", step, line)
         run_owner.check()
-        self.writer.log(step, self.unlogged | found | self.timers.collect())
+        self.writer.log(step, self.unlogged | validation | self.timers.collect())
         self.trackers.poll()
         self.controller.collect_traffic()  # of validation: a step's traffic is that of training
         self.unlogged = None
-        self.metrics |= found
+        self.metrics |= validation
         self.events.at_step(step)
         if step > 0:
-            self.progress.update(step, self.job.progress(self.metrics))
-        return found
+            self.progress.update(step, self.job.report.progress(self.metrics))
+        return validation
 
     def _line(self, step: int) -> dict[str, float]:
         """Metrics, times and sizes of the step."""
@@ -290,21 +312,21 @@ class Run:
         self.controller.end_trace_step(step)
         if self.config.async_training.mode == "sync":
             self.controller.align_clocks()
-        found, lengths = self.timers.collect(), (self.prompt_lengths + self.response_lengths).tolist()
+        line, lengths = self.timers.collect(), (self.prompt_lengths + self.response_lengths).tolist()
         of_samples, of_responses = sum(lengths), int(self.response_lengths.sum())
-        for name in [name for name in found if name.startswith("timing_s/")] if of_samples else []:
+        for name in [name for name in line if name.startswith("timing_s/")] if of_samples else []:
             phase = name.removeprefix("timing_s/")
-            if phase in self.job.phases_per_token:
+            if phase in self.job.report.phases_per_token:
                 tokens = of_responses if phase == "gen" else of_samples
-                found[f"timing_per_token_ms/{phase}"] = 1e3 * found[name] / max(tokens, 1)
-        seconds = found["timing_s/step"]
-        found["perf/time_per_step"] = seconds
-        num_tokens = self.metrics.get("perf/total_num_tokens", 0.0)
-        found["perf/throughput"] = num_tokens / seconds / self.job.derived.world_size
-        found["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        found |= self.job.step_metrics(self, found, lengths, of_responses)
+                line[f"timing_per_token_ms/{phase}"] = 1e3 * line[name] / max(tokens, 1)
+        seconds = line["timing_s/step"]
+        line["perf/time_per_step"] = seconds
+        num_tokens = self.metrics.get(TOTAL_NUM_TOKENS, 0.0)
+        line["perf/throughput"] = num_tokens / seconds / self.job.derived.world_size
+        line["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        line |= self.job.report.step_metrics(self, line, lengths, of_responses)
         refit = self.rollouts.weights.metrics if self.rollouts is not None else {}
-        return self.metrics | refit | found
+        return self.metrics | refit | line
 
     def _open_folder(self) -> None:
         start, config = self.start, self.config
@@ -328,19 +350,21 @@ class Run:
     def _restore(self) -> None:
         """Load weights, optimizers and counters of the start, and copy the weights to the rollout engine."""
         workers, start, job = self.controller, self.start, self.job
-        for role in job.loaded_roles:
-            if start.folder is not None and role in job.saved_roles:
+        for role in job.models.loaded:
+            if start.folder is not None and role in job.models.saved:
                 workers[role].load(str(start.folder)).get()
             elif start.init_from is not None:
                 workers[role].load(str(start.init_from), role="actor", weights_only=True).get()
         for role, folder in start.frozen.items():
             workers[role].load_frozen(str(folder)).get()
         job.set_up(self)
+        for part in (job.report, job.validation, job.models, job.saved_state):
+            part.set_up(self)
         if start.folder is None:
-            if job.validates_first and job.validation_freq > 0:
+            if job.validation.first and job.validation.freq > 0:
                 self.unlogged = {}
         else:
-            job.load_state(start.state)
+            job.saved_state.load(start.state)
             if self.rollouts is not None:
                 self.rollouts.load(start.state, start.folder, start.step)
             log.info("resuming after step %d from %s", start.step, start.folder)
@@ -358,13 +382,13 @@ class Run:
 
     def _take_state(self) -> StateAfterStep:
         loop = {
-            "epoch": self.metrics.get("training/epoch", self.start.state.get("epoch", 0.0)),
+            "epoch": self.metrics.get(EPOCH, self.start.state.get("epoch", 0.0)),
             "init_from": str(self.start.init_from) if self.start.init_from else None,
             "frozen": {role: str(folder) for role, folder in self.start.frozen.items()},
         }
         source = self.rollouts.between_steps() if self.rollouts is not None else None
-        job = self.job.position(self.step) | self.job.state(self.step)
-        return StateAfterStep(loop | job, source, self.metrics)
+        job = self.job.saved_state
+        return StateAfterStep(loop | job.position(self.step) | job.save(self.step), source, self.metrics)
 
     def _save(self) -> None:
         """Begin a checkpoint of the last trained step, whether it is logged or not."""
@@ -372,7 +396,7 @@ class Run:
 
         def write(folder: Path) -> dict[str, Any]:
             """Write more files into the checkpoint; returns what its trainer.json holds."""
-            if "actor" in self.job.saved_roles and (config.trainer.save_hf or config.model.lora_rank > 0):
+            if "actor" in self.job.models.saved and (config.trainer.save_hf or config.model.lora_rank > 0):
                 facts = card_facts(self.folder, stamp, step)
                 if config.trainer.save_hf:
                     export(self.controller, config, folder / "huggingface", facts, self.job.inputs.tokenizer)
@@ -380,19 +404,19 @@ class Run:
                     export_adapter(self.controller, config, folder / "lora_adapter", facts)
             return self._state_in(folder)
 
-        self.saver.begin(self.controller, step, self.job.saved_roles, self._state.metrics, write)
+        self.saver.begin(self.controller, step, self.job.models.saved, self._state.metrics, write)
 
     def _take_snapshot(self) -> None:
         """Begin a snapshot of the last trained step in memory of the nodes."""
         metric = self.saver.metric(self.step, self._state.metrics)
-        self.snapshots.begin(self.controller, self.step, self.job.saved_roles, metric, self._state_in)
+        self.snapshots.begin(self.controller, self.step, self.job.models.saved, metric, self._state_in)
 
     @cached_property
     def _stamp(self) -> dict[str, Any]:
         """What a checkpoint says of the job."""
         digest = hashlib.blake2b(dump_config(self.config).encode(), digest_size=8).hexdigest()
         stamp = {"job": self.job.name, "config_hash": digest, "versions": versions()}
-        return stamp | {"roles": list(self.job.saved_roles), "command": self.job.command, "rows": self.job.num_rows}
+        return stamp | {"roles": list(self.job.models.saved), "command": self.job.command, "rows": self.job.num_rows}
 
     def _state_in(self, folder: Path) -> dict[str, Any]:
         """The contents of trainer.json after the last trained step. Writes samples that wait for training."""
@@ -414,11 +438,12 @@ class Run:
             self.budget.write_times()  # so that a killed slice leaves them as well
         return found
 
-    def _stop(self, why: StopRequested) -> int:
-        log.warning("stopping: %s", why)
-        self.events.at_end(reason=str(why)[:1000])
-        spans.add_instant(f"stopping: {why}")
-        self._can_stop = False
+    def _stop(self, reason: str) -> int:
+        self._steps.close()
+        self.profiled.discard()
+        log.warning("stopping: %s", reason)
+        self.events.at_end(reason=reason[:1000])
+        spans.add_instant(f"stopping: {reason}")
         with self.timers("save_checkpoint"):
             self.saver.wait()
             if self.saver.saved_step != self.step:

@@ -71,13 +71,13 @@ def find_start(
         if world.rank != 0:
             return None
         folder = run_directory(config) / "checkpoints"
-        found = CheckpointStore(folder).newest_valid(log.warning)
-        if found and config.trainer.resume_mode == "disable":
+        newest = CheckpointStore(folder).newest_valid(log.warning)
+        if newest and config.trainer.resume_mode == "disable":
             raise InputError(
-                f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start a new run beside it; "
+                f"{folder} holds {newest[1].name}, and trainer.resume_mode=disable would start a new run beside it; "
                 "choose another run.name, or remove that folder"
             )
-        saved = found[2] if found else {}
+        saved = newest[2] if newest else {}
         roles = saved.get("roles", [trained])
         if trained not in roles:
             raise InputError(
@@ -86,17 +86,17 @@ def find_start(
         before = saved.get("job", job)
         if job is not None and before != job:
             raise InputError(f"{folder} holds checkpoints of `hpcrl {before}`; choose another run.name")
-        named = saved.get("init_from") if found else config.model.init_from or config.model.path
+        named = saved.get("init_from") if newest else config.model.init_from or config.model.path
         init_from = Path(named) if named else None
-        if init_from is not None and (needs_ref or not found):
+        if init_from is not None and (needs_ref or not newest):
             init_from = load_path(init_from, log.warning)
-        kept = saved.get("frozen", {})
-        others = {role: load_path(Path(kept.get(role, path)), log.warning) for role, path in (frozen or {}).items()}
+        models = saved.get("frozen", {})
+        others = {role: load_path(Path(models.get(role, path)), log.warning) for role, path in (frozen or {}).items()}
         if "reward" in others and not (others["reward"] / "reward").is_dir():
             raise InputError(
                 f"reward.reward_model.init_from: {others['reward']} holds no reward model; name a run of `hpcrl rm`"
             )
-        return Start(*found, init_from, others) if found else Start(0, None, {}, init_from, others)
+        return Start(*newest, init_from, others) if newest else Start(0, None, {}, init_from, others)
 
     return world.broadcast_object(world.run_collectively(look))
 
@@ -122,8 +122,8 @@ def check_scratch(world: World, config: Config) -> None:
             try:
                 expanded(path or "")
             except ValueError as error:
-                found = f"trainer.checkpoint.{key}={path}"
-                raise InputError(f"{found} on {socket.gethostname()}: expected {error}") from None
+                setting = f"trainer.checkpoint.{key}={path}"
+                raise InputError(f"{setting} on {socket.gethostname()}: expected {error}") from None
 
     world.run_collectively(check)
 

@@ -31,10 +31,6 @@ SLICES_WITHOUT_PROGRESS = 2  # in a row; then the chain ends
 SLICES_KEPT = 100
 
 
-class StopRequested(Exception):
-    """The run must save and stop before the next phase; the message is the reason. The next start continues it."""
-
-
 @dataclass
 class TimeBudget:
     """Decides before each phase whether it, and the saves that have to follow, still fit. Lives on rank 0.
@@ -56,8 +52,8 @@ class TimeBudget:
         self._has_begun = False
         self._before: dict[str, float] = self._times.get("phases", {})  # measured by the last slice
 
-    def check(self, *phases: str) -> None:
-        """Raise StopRequested if a signal was received, or if the phases and a save do not fit."""
+    def reason_to_stop(self, *phases: str) -> str | None:
+        """Why the run has to stop before these phases: a signal was received, or they and a save do not fit."""
         if not self._has_begun:
             setup = self.clock() - psutil.Process().create_time() - run_owner.seconds_waited()
             self._times["setup_s"] = max(setup, self._times.get("setup_s", 0.0))
@@ -67,18 +63,17 @@ class TimeBudget:
             self.write_times()
         request = self.requested()
         if request is not None:
-            raise StopRequested(f"{request}, before {phases[0]}")
+            return f"{request}, before {phases[0]}"
         if self.ends_at is None:
-            return
+            return None
         longest = self._before | self.timers.longest
         needed = sum(longest.get(phase, 0.0) for phase in phases)
         needed += self.num_saves() * longest.get("save_checkpoint", 0.0)
-        left = self.ends_at - self.clock()
-        if needed + self.margin > left:
-            raise StopRequested(
-                f"the allocation ends in {duration(max(left, 0.0))}; {', '.join(phases)} and a save take "
-                f"{duration(needed)}"
-            )
+        remaining = self.ends_at - self.clock()
+        if needed + self.margin <= remaining:
+            return None
+        ends = duration(max(remaining, 0.0))
+        return f"the allocation ends in {ends}; {', '.join(phases)} and a save take {duration(needed)}"
 
     def write_times(self) -> None:
         """Write the measured times, for later slices."""
@@ -109,21 +104,21 @@ def check_progress(
         ]
         before = [(one["job"], one["step"]) for one in slices[-SLICES_WITHOUT_PROGRESS:]]
         if before == [(job, found_step)] * SLICES_WITHOUT_PROGRESS:
-            found = "no checkpoint" if found_step < 0 else f"the checkpoint of step {found_step}"
+            start = "no checkpoint" if found_step < 0 else f"the checkpoint of step {found_step}"
             raise InputError(
-                f"the last {SLICES_WITHOUT_PROGRESS} slices of job {job} began with {found}, and so does this one; "
+                f"the last {SLICES_WITHOUT_PROGRESS} slices of job {job} began with {start}, and so does this one; "
                 f"expected each to save a newer one: see {folder / 'logs'} for the reason, give the job more time, or "
                 "submit it again to try anyway"
             )
         write_json(folder / SLICES_FILE, [*slices, this][-SLICES_KEPT:])
     if ends_at is None:
         return
-    times, left = read_json_or(folder / TIMES_FILE, {}), max(ends_at - time.time(), 0.0)
+    times, remaining = read_json_or(folder / TIMES_FILE, {}), max(ends_at - time.time(), 0.0)
     needed = times.get("step_s", 0.0) + times.get("save_s", 0.0)
-    log.info("the allocation ends in %s", duration(left))
-    if needed > 0 and left < needed + margin:
+    log.info("the allocation ends in %s", duration(remaining))
+    if needed > 0 and remaining < needed + margin:
         raise InputError(
-            f"the allocation ends in {duration(left)}; a step and a save of this run took {duration(needed)}, and "
+            f"the allocation ends in {duration(remaining)}; a step and a save of this run took {duration(needed)}, and "
             f"{margin:.0f} s are kept free (trainer.walltime_margin): ask for more time, or, if that was an exception, "
             f"remove {folder / TIMES_FILE}"
         )

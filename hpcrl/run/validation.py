@@ -26,11 +26,13 @@ from hpcrl.observe.read.evaluation import Way
 from hpcrl.observe.record.writer import generations_table, write_generations
 from hpcrl.rewards.manager import has_acc
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.run.problem_results import ProblemResults
+from hpcrl.run.job_parts import Validation
 from hpcrl.run.rollouts.scoring import failed_scores, score
 from hpcrl.runtime import run_owner
 
 if TYPE_CHECKING:
+    from hpcrl.run.inference import ProblemResults
+    from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 
 
@@ -57,18 +59,18 @@ def validation_metrics(sources: Sequence[str], uids: Sequence[Hashable], variabl
     rows_of: dict[str, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, (source, uid) in enumerate(zip(sources, uids, strict=True)):
         rows_of[source][uid].append(row)
-    found: Found = {}
+    metrics_of_source: Found = {}
     for source, prompts in rows_of.items():
         per_prompt: dict[str, dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
         for block in _blocks(list(prompts.values()), variables):
             for metric, values in block.metrics().items():
                 for variable, of_prompts in zip(block.names, values, strict=True):
                     per_prompt[variable][metric].append(of_prompts)
-        found[source] = {
+        metrics_of_source[source] = {
             variable: {metric: float(np.concatenate(parts).mean()) for metric, parts in metrics.items()}
             for variable, metrics in per_prompt.items()
         }
-    return found
+    return metrics_of_source
 
 
 def metric_tags(found: Found) -> dict[str, float]:
@@ -141,11 +143,11 @@ class Block:
             winners = majority(self.votes[prompts], draws)
             picked = np.take_along_axis(values, winners[None], axis=2)  # (variables, prompts, 1000)
             results["maj"] = np.moveaxis(picked, 2, 0)
-        found = {}
+        metrics = {}
         for name, result in results.items():
-            found[f"{name}@{{}}/mean"] = result.mean(axis=0)
-            found[f"{name}@{{}}/std"] = result.std(axis=0)
-        return found
+            metrics[f"{name}@{{}}/mean"] = result.mean(axis=0)
+            metrics[f"{name}@{{}}/std"] = result.std(axis=0)
+        return metrics
 
 
 def majority(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
@@ -191,17 +193,17 @@ def _values_of_prompt(
     rows: Sequence[int], variables: Variables, any_acc: bool
 ) -> dict[str, tuple[list[float], list[Value] | None]]:
     """Variable -> (its numbers, their preds or None); variables without values, or with text, are left out."""
-    found = {}
+    numbers = {}
     for name, column in variables.items():
         scored = [row for row in rows if column[row] is not None]
         values: list[Any] = [column[row] for row in scored]
         if name == "acc" and any_acc:
             if scored:
-                found["acc_success_only"] = list(map(float, values)), _preds(scored, variables, len(scored))
+                numbers["acc_success_only"] = list(map(float, values)), _preds(scored, variables, len(scored))
             values += [0.0] * (len(rows) - len(scored))
         if values and not any(isinstance(value, str) for value in values):
-            found[name] = list(map(float, values)), _preds(rows, variables, len(values))
-    return found
+            numbers[name] = list(map(float, values)), _preds(rows, variables, len(values))
+    return numbers
 
 
 def _preds(rows: Sequence[int], variables: Variables, count: int) -> list[Value] | None:
@@ -277,13 +279,13 @@ class Validator:
             batch.samples["acc"] = reported_acc(batch.samples, sources)
             if self.results is not None:
                 self.results.add(batch.samples, sources, way_of(way))
-            found = metric_tags(validation_metrics(sources, uids, variables_of(batch.samples)))
-            found[f"val-aux/response_length/mean@{way.n}"] = float(batch.samples["response_length"].mean())
+            metrics_of_way = metric_tags(validation_metrics(sources, uids, variables_of(batch.samples)))
+            metrics_of_way[f"val-aux/response_length/mean@{way.n}"] = float(batch.samples["response_length"].mean())
             if "num_turns" in batch.samples:
                 turns = batch.samples["num_turns"]
                 values = {"min": turns.min(), "max": turns.max(), "mean": turns.mean()}
-                found |= {f"val-aux/num_turns/{name}": float(value) for name, value in values.items()}
-            metrics |= {tag: value for tag, value in found.items() if tag not in metrics}
+                metrics_of_way |= {f"val-aux/num_turns/{name}": float(value) for name, value in values.items()}
+            metrics |= {tag: value for tag, value in metrics_of_way.items() if tag not in metrics}
             for name, count in failed_scores(batch).items():
                 failures[f"val-aux/{name}"] += count
             if shown:
@@ -317,10 +319,10 @@ class Validator:
     def _generations(self, batch: DataProto, rows: Sequence[int], way: ValKwargs, step: int) -> list[dict[str, Any]]:
         """Samples with the keys of verl's dumps, and `n`, the samples per prompt of the way they were drawn."""
         samples = batch.samples
-        found = []
+        generations = []
         for row in rows:
             prompt, score, acc = int(samples["row"][row]), float(samples["score"][row]), float(samples["acc"][row])
-            found.append(
+            generations.append(
                 {
                     "input": samples["prompt_text"][row],
                     "output": samples["response_text"][row],
@@ -334,7 +336,7 @@ class Validator:
                     "n": way.n,
                 }
             )
-        return found
+        return generations
 
 
 def temperature_of(way: ValKwargs) -> float:
@@ -370,3 +372,26 @@ def variables_of(samples: Mapping[str, np.ndarray]) -> Variables:
         "acc": [None if np.isnan(acc) else acc for acc in samples["acc"].tolist()],
         **{name: [extra.get(name) for extra in extras] for name in names},
     }
+
+
+class TrainValidation(Validation):
+    """Samples of the validation prompts, with the engine of the rollouts."""
+
+    validator: Validator | None = None  # if there are validation prompts
+
+    def set_up(self, run: Run) -> None:
+        if "val" in self.job.inputs.prompts:
+            self.validator = Validator.of_job(run.controller, self.job.config, self.job.inputs, run.folder)
+
+    @property
+    def first(self) -> bool:  # type: ignore[override]
+        return self.job.config.trainer.val_before_train and self.validator is not None
+
+    @property
+    def freq(self) -> int:
+        return self.job.config.trainer.test_freq if self.validator is not None else -1
+
+    def run(self, run: Run, step: int) -> tuple[dict[str, float], str]:
+        assert self.validator is not None
+        with self.job.rollouts.paused(step):
+            return self.validator.run(step)

@@ -1,4 +1,4 @@
-"""The policy: log-probs, advantages, updates."""
+"""The policy and the value model: log-probs, values, advantages, updates."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import numpy as np
 import torch
 
 from hpcrl.algorithms.advantages import ESTIMATORS
-from hpcrl.algorithms.aggregation import agg_loss
+from hpcrl.algorithms.aggregation import LossNorm, agg_loss
 from hpcrl.algorithms.kl import apply_kl_in_reward
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.algorithms.rollout_correction import Corrected, correct_rollout
 from hpcrl.algorithms.statistics import response_statistics, rollout_log_prob_statistics, variance_proxy_statistics
-from hpcrl.batch.data_proto import Columns, DataProto, padded_if_there, training_mask
+from hpcrl.algorithms.value_loss import value_loss
+from hpcrl.batch.data_proto import Columns, DataProto, TensorBatch, padded_if_there, training_mask
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import Derived
 from hpcrl.config.plugins import parameters
-from hpcrl.config.roles import ACTOR, REF
+from hpcrl.config.roles import ACTOR, CRITIC, REF
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.model.shape import Lora, ModelShape
@@ -53,7 +54,6 @@ class ActorWorker(ModelWorker):
         reads=(*SEQUENCE, "rollout_log_probs", "routed_experts?"),
         writes=("old_log_probs", "entropies?", "sum_pi_squared?", "routed_experts?"),
         phase="old_log_prob",
-        skip_if="old_log_prob_in_update",
     )
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Log-probs under the policy before this step's update, their entropy, and their difference from the rollout
@@ -209,7 +209,7 @@ class ActorWorker(ModelWorker):
         updates = []
         with self.engine.update():
             for number, rows in enumerate(self.updates.rows(batch)):
-                mini, kept = batch[rows], {} if outputs is None and record is not None else outputs
+                mini, columns = batch[rows], {} if outputs is None and record is not None else outputs
                 updates.append(
                     self.train(
                         mini,
@@ -219,19 +219,19 @@ class ActorWorker(ModelWorker):
                         temperature=self.config.rollout.temperature,
                         entropy=self.objective.uses_entropy or outputs is not None,
                         topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
-                        columns=kept,
+                        columns=columns,
                     )
                 )
-                if record is not None and kept and self.is_leader:
-                    record.add(rows, mini, kept["log_probs"], key=(step, number))
+                if record is not None and columns and self.is_leader:
+                    record.add_mini_batch(rows, mini, columns["log_probs"], key=(step, number))
         recorded: Columns = {} if record is None else self._recorded(batch, record)
         if outputs is None or not self.is_leader:
             return DataProto(recorded, {}, {"metrics": updates})
         (metrics,) = updates
-        found = self._old_log_probs(batch, outputs)
+        log_probs = self._old_log_probs(batch, outputs)
         against_rollout = to_floats(self._corrected(batch, outputs["log_probs"]).metrics)
-        tokens = found.tokens | recorded
-        return DataProto(tokens, {}, {"metrics": [found.meta_info["metrics"] | against_rollout | metrics]})
+        tokens = log_probs.tokens | recorded
+        return DataProto(tokens, {}, {"metrics": [log_probs.meta_info["metrics"] | against_rollout | metrics]})
 
     def _recorded(self, batch: DataProto, record: UpdateRecord) -> Columns:
         """UPDATE_COLUMNS, on the leader. Collective over the role: it runs the model after the step."""
@@ -251,10 +251,10 @@ class ActorWorker(ModelWorker):
         names = ("old_log_probs", "sum_pi_squared", "advantages")
         columns = {name: batch.padded(name) for name in names}
         mask, weights = training_mask(batch), padded_if_there(batch, "rollout_is_weights")
-        found = variance_proxy_statistics(
+        metrics = variance_proxy_statistics(
             **columns, response_mask=mask, rollout_is_weights=weights, grad_norm=grad_norm
         )
-        return to_floats(found)
+        return to_floats(metrics)
 
 
 def _groups(batch: DataProto, has_failed: np.ndarray) -> np.ndarray:
@@ -267,3 +267,46 @@ def _has_no_peer(batch: DataProto, has_failed: np.ndarray) -> np.ndarray:
     """Whether the environments of all other samples of the prompt failed, bool (N,): there is nothing to compare."""
     _, group, size = np.unique(batch.samples["prompt"], return_inverse=True, return_counts=True)
     return (np.bincount(group, ~has_failed)[group] == 1) & (size[group] > 1)
+
+
+class CriticWorker(ModelWorker):
+    spec = CRITIC
+
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived, total_steps: int
+    ) -> None:
+        super().__init__(groups, shape, config, total_updates=total_steps * derived.critic_updates_per_step)
+        self.loss_agg_mode = derived.critic_loss_agg_mode
+        self.loss_scale_factor = derived.critic_loss_scale_factor
+        self.updates = Updates(
+            derived.critic_mini_batch_size, derived.critic_ppo_epochs, config.actor.shuffle, config.run.seed
+        )
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SEQUENCE, writes=("values",), phase="values")
+    def compute_values(self, batch: DataProto) -> DataProto:
+        outputs = self.engine.values(batch, max_tokens=self.max_tokens)
+        return DataProto({"values": outputs["values"]}) if self.is_leader else DataProto()
+
+    @register(
+        Dispatch.DP_COMPUTE_METRIC,
+        reads=(*SEQUENCE, "loss_mask?", "values", "returns", "prompt"),
+        updates=True,
+    )
+    def update_critic(self, batch: DataProto) -> list[dict[str, Metric]]:
+        """All optimizer steps of a training step; metrics of each mini-batch."""
+        with self.engine.update():
+            return [
+                self.train(mini, self._objective, loss_scale_factor=self.loss_scale_factor, max_tokens=self.max_tokens)
+                for mini in self.updates.mini_batches(batch)
+            ]
+
+    def _objective(self, norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
+        def objective(outputs: dict[str, torch.Tensor], micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
+            mask, clip = training_mask(micro), self.config.critic.cliprange_value
+            token_loss, metrics = value_loss(
+                outputs["values"], micro.padded("values"), micro.padded("returns"), mask, clip
+            )
+            loss = agg_loss(token_loss, mask, self.loss_agg_mode, norm)
+            return loss, {**metrics, "critic/vf_loss": Sum(loss.detach()), "critic/loss": Sum(loss.detach())}
+
+        return objective

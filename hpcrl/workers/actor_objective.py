@@ -56,9 +56,9 @@ class ActorObjective:
             if self.distillation is None or self.distillation.use_task_rewards:
                 total, metrics = self._on_rewards(outputs, micro, norm, self._generator(key, micro))
             if self.distillation is not None:
-                distance, found = self._to_teacher(outputs, micro, norm)
+                distance, teacher_metrics = self._to_teacher(outputs, micro, norm)
                 total = total + self.distillation.coef * distance
-                metrics |= found
+                metrics |= teacher_metrics
             return total, metrics | {"actor/loss": Sum(total.detach())}
 
         return loss
@@ -94,15 +94,15 @@ class ActorObjective:
         """d loss / d log-prob of the policy loss of each token before its mean over tokens, (B, T) fp32: 0 where the
         loss is clipped. log_probs (B, T): those at the update. Losses that draw or rank tokens of a micro-batch (cov,
         bypass_mode) see all of the replica's mini-batch here."""
-        found = log_probs.clone().requires_grad_()
-        if not len(found):
+        variable = log_probs.clone().requires_grad_()
+        if not len(variable):
             return log_probs
         mask, advantages = training_mask(mini), mini.padded("advantages")
         old_log_probs = _old_log_probs({"log_probs": log_probs}, mini)
         weights = padded_if_there(mini, "rollout_is_weights")
         generator = self._generator(key, mini)
-        losses = self.policy_loss(found, old_log_probs, advantages, mask, self.policy_params, weights, generator)
-        (derivatives,) = torch.autograd.grad(losses.values.sum(), found)
+        losses = self.policy_loss(variable, old_log_probs, advantages, mask, self.policy_params, weights, generator)
+        (derivatives,) = torch.autograd.grad(losses.values.sum(), variable)
         return derivatives * mask + 0.0  # not -0.0
 
     def _to_teacher(
@@ -142,7 +142,7 @@ class UpdateRecord:
         self._objective = objective
         self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> log-probs, derivatives
 
-    def add(self, rows: np.ndarray, mini: DataProto, log_probs: Ragged, *, key: tuple[int, int]) -> None:
+    def add_mini_batch(self, rows: np.ndarray, mini: DataProto, log_probs: Ragged, *, key: tuple[int, int]) -> None:
         """Add a mini-batch, of which this replica has `rows` of the step's batch; a later pass replaces an earlier
         one."""
         lengths = log_probs.lengths

@@ -225,12 +225,12 @@ class JudgeWorker(Worker):
         answers = self._answers(questions, counts)
         if not self.is_leader:
             return DataProto()
-        found = [answers[question.text] for question in questions]
-        values = [self._value(question, answer) for question, answer in zip(questions, found, strict=True)]
+        last_answers = [answers[question.text] for question in questions]
+        values = [self._value(question, answer) for question, answer in zip(questions, last_answers, strict=True)]
         scores = sample_scores(len(samples), questions, values)
-        self._warn(found, values)
+        self._warn(last_answers, values)
         about: list[list[str | None]] = [[] for _ in samples]
-        for question, answer in zip(questions, found, strict=True):
+        for question, answer in zip(questions, last_answers, strict=True):
             for index in (question.first, question.second):
                 if index is not None:
                     about[index].append(answer)
@@ -261,12 +261,12 @@ class JudgeWorker(Worker):
         asked = {question.text: question for question in questions}
         prompts = {text: self.prompts.encode(text) for text in asked}
         answers: dict[str, str | None] = dict.fromkeys(asked)
-        left = {text: question for text, question in asked.items() if prompts[text].ids is not None}
+        unanswered = {text: question for text, question in asked.items() if prompts[text].ids is not None}
         with self.offload.on_device("parameters"):
             self.engine.wake()
             for attempt in range(1 + self.cfg.num_retries):
-                answers |= self._attempt({text: prompts[text] for text in left}, attempt, counts)
-                left = {text: one for text, one in left.items() if self._value(one, answers[text]) is None}
+                answers |= self._attempt({text: prompts[text] for text in unanswered}, attempt, counts)
+                unanswered = {text: one for text, one in unanswered.items() if self._value(one, answers[text]) is None}
             self.engine.sleep()
         return answers
 
@@ -279,13 +279,13 @@ class JudgeWorker(Worker):
         if self.cache is not None:
             answers = {text: answer for text, name in names.items() if (answer := self.cache.get(name)) is not None}
         counts.update(needed=len(prompts), cached=len(answers))
-        wanted = [text for text in prompts if text not in answers]
-        requests = [Request(prompts[text].ids or [], answer_key(prompts[text].text), attempt) for text in wanted]
+        uncached = [text for text in prompts if text not in answers]
+        requests = [Request(prompts[text].ids or [], answer_key(prompts[text].text), attempt) for text in uncached]
         requests = self.context.broadcast(self.layout, requests if self.is_leader and requests else None) or []
 
         def finished(index: int, done: Completion) -> None:
             if self.cache is not None:
-                text = wanted[index]
+                text = uncached[index]
                 answers[text] = self.prompts.tokenizer.decode(done.token_ids.tolist(), skip_special_tokens=True)
                 self.cache.put(names[text], str(answers[text]))
 

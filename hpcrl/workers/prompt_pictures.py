@@ -22,6 +22,7 @@ from hpcrl.model.vision import tower_flops
 from hpcrl.observe.record.archive import ArchiveError, PictureFolder
 from hpcrl.rollout.protocol import PictureEncoder, PromptPicture, Request, RolloutEngine, ToolPicture, Trajectory
 from hpcrl.runtime.job import run_directory
+from hpcrl.workers.response_columns import TOWER_FLOPS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -215,7 +216,7 @@ class PromptPictures:
             keep_tool_pictures(self.folder, returned)
         counts = {"perf/pictures": float(len(shown.features)), "perf/pictures_encoded": float(shown.num_encoded)}
         if flops := self.flops(column):
-            counts["perf/tower_flops"] = flops
+            counts[TOWER_FLOPS] = flops
         metrics = {name: Sum(count) for name, count in counts.items()}
         return DataProto({"pictures": column}, samples, {"metrics": metrics})
 
@@ -251,24 +252,26 @@ class PromptPictures:
         missing = [number for number, key in enumerate(keys) if key not in shown.features and key not in self._cache]
 
         def decode_missing(numbers: Sequence[int]) -> list[np.ndarray]:
-            found = decode([missing[number] for number in numbers])
+            decoded = decode([missing[number] for number in numbers])
             if shown.patches is not None:
-                shown.patches |= {keys[missing[at]]: patches for at, patches in zip(numbers, found, strict=True)}
-            return found
+                shown.patches |= {keys[missing[at]]: patches for at, patches in zip(numbers, decoded, strict=True)}
+            return decoded
 
         encoded: list[Tensor] = []
         if missing:
             encoded = self.engine.encode(grids[missing], decode_missing, divided=divided)
-        found = {keys[number]: features for number, features in zip(missing, encoded, strict=True)}
+        new_features = {keys[number]: features for number, features in zip(missing, encoded, strict=True)}
         for key in keys:
             if key not in shown.features:
-                shown.features[key] = found[key] if key in found else self._cache[key]
+                shown.features[key] = new_features[key] if key in new_features else self._cache[key]
             if self._is_frozen:
                 self._keep(key, shown.features[key])
         shown.num_encoded += len(missing)
         if shown.patches is not None:
-            left = [number for number, key in enumerate(keys) if key not in shown.patches]
-            shown.patches |= {keys[number]: patches for number, patches in zip(left, decode(left), strict=True)}
+            undecoded = [number for number, key in enumerate(keys) if key not in shown.patches]
+            shown.patches |= {
+                keys[number]: patches for number, patches in zip(undecoded, decode(undecoded), strict=True)
+            }
 
     def _patches_of(self, picture: ToolPicture) -> np.ndarray:
         return self.images.patches_of(Source("image", picture.png), "", 0, picture.place.grid)

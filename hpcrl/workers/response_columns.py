@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import MultiTurnConfig
     from hpcrl.workers.rollout import RolloutWorker
 
+# Metrics that rank 0 reads.
+ROLLOUT_BUSY_S, ROLLOUTS_REUSED, ROLLOUTS_STALE = "perf/rollout_busy_s", "perf/rollouts_reused", "perf/rollouts_stale"
+TOWER_FLOPS = "perf/tower_flops"
+
 RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
 WRITTEN = (*RECORDED, "routed_experts?", "pictures?", "turn_rewards?", "turn_states?", "sequence_starts?")
 
@@ -35,26 +39,26 @@ def response_columns(
     per response token, `routed_experts`, if responses have them, a row per token of the sequence. routed_width: numbers
     in such a row, if there is to be one although no response may have run; 0: as responses have them."""
     pairs = zip(requests, trajectories, strict=True)
-    prompts = [it.prompt_ids if found.prompt_ids is None else found.prompt_ids for it, found in pairs]
+    prompts = [it.prompt_ids if one.prompt_ids is None else one.prompt_ids for it, one in pairs]
     prompt_length = np.array([len(prompt) for prompt in prompts], np.int32)
-    response_length = np.array([len(found.token_ids) for found in trajectories], np.int32)
-    ids = [np.concatenate([prompt, found.token_ids]) for prompt, found in zip(prompts, trajectories, strict=True)]
+    response_length = np.array([len(one.token_ids) for one in trajectories], np.int32)
+    ids = [np.concatenate([prompt, one.token_ids]) for prompt, one in zip(prompts, trajectories, strict=True)]
     columns: Columns = {
         "input_ids": Ragged.from_rows(ids, np.int32),
-        "response_mask": Ragged.from_rows([found.mask for found in trajectories], np.int32),
-        "rollout_log_probs": Ragged.from_rows([found.log_probs for found in trajectories], np.float32),
+        "response_mask": Ragged.from_rows([one.mask for one in trajectories], np.int32),
+        "rollout_log_probs": Ragged.from_rows([one.log_probs for one in trajectories], np.float32),
     }
-    parts = [found.routed_experts for found in trajectories]
+    parts = [one.routed_experts for one in trajectories]
     if width := routed_width or next((part.shape[1] for part in parts if part is not None), 0):
         columns["routed_experts"] = _experts(parts, prompt_length + response_length, width)
-    reasons = np.array([found.finish_reason for found in trajectories], dtype=object)
+    reasons = np.array([one.finish_reason for one in trajectories], dtype=object)
     samples = {"prompt_length": prompt_length, "response_length": response_length, "finish_reason": reasons}
     return DataProto(columns, samples, {"metrics": _prefill_metrics(trajectories)})
 
 
 def _prefill_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
     """Return the prefilled tokens of engines that count them."""
-    computed, reused = (sum(counts) for counts in zip((0, 0), *(found.prefill for found in trajectories), strict=True))
+    computed, reused = (sum(counts) for counts in zip((0, 0), *(one.prefill for one in trajectories), strict=True))
     if not computed + reused:
         return {}
     return {
@@ -68,9 +72,9 @@ def conversation_columns(trajectories: Sequence[Trajectory], cfg: MultiTurnConfi
     tokens of turns, and `environment`, its last info of each sample."""
     nothing, counts = np.zeros(len(trajectories), np.int64), dict(turn_columns(trajectories))
     starts = _optional([one.sequence_starts for one in trajectories], np.int32, nothing)
-    found = DataProto({"sequence_starts": starts}, counts, {"metrics": turn_metrics(trajectories)})
+    batch = DataProto({"sequence_starts": starts}, counts, {"metrics": turn_metrics(trajectories)})
     if not cfg.has_environment:
-        return found
+        return batch
     lengths = np.array([len(one.token_ids) for one in trajectories])
     columns: Columns = {
         "turn_rewards": _optional([one.rewards for one in trajectories], np.float32, lengths),
@@ -78,7 +82,7 @@ def conversation_columns(trajectories: Sequence[Trajectory], cfg: MultiTurnConfi
     }
     infos = np.empty(len(trajectories), object)
     infos[:] = [dict(one.info or {}) for one in trajectories]
-    return found.union(DataProto(columns, {"environment": infos}))
+    return batch.union(DataProto(columns, {"environment": infos}))
 
 
 def _optional(rows: Sequence[np.ndarray | None], dtype: DTypeLike, lengths: np.ndarray) -> Ragged:
@@ -123,9 +127,9 @@ def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, 
         if "verdicts" in samples:
             verdicts = [np.frombuffer(text.encode("utf-8"), np.uint8) for text in samples["verdicts"]]
             columns["verdicts"] = Ragged.from_rows(verdicts, np.uint8)
-    kept = ["prompt_length", "response_length", "finish_reason", *(name for name in optional if name in samples)]
-    found = DataProto(columns, {name: samples[name] for name in kept})
-    return found if worker.pictures is None else found.union(worker.pictures.recorded(folder, samples))
+    given = ["prompt_length", "response_length", "finish_reason", *(name for name in optional if name in samples)]
+    responses = DataProto(columns, {name: samples[name] for name in given})
+    return responses if worker.pictures is None else responses.union(worker.pictures.recorded(folder, samples))
 
 
 def _check_fit(
@@ -134,10 +138,10 @@ def _check_fit(
     """Raise InputError for a recording with other data files or a larger vocabulary. samples: uid, row and epoch."""
     prompts, softmax_size = worker.prompts["train"], worker.softmax_size
     for uid, row, epoch in zip(*samples, strict=True):
-        found = prompts.uid(row, epoch) if row < len(prompts) else "no such row"
-        if uid != found:
+        uid_now = prompts.uid(row, epoch) if row < len(prompts) else "no such row"
+        if uid != uid_now:
             raise InputError(
-                f"{folder}: recorded sample {uid} is {found} in data.train_files; "
+                f"{folder}: recorded sample {uid} is {uid_now} in data.train_files; "
                 "replay with the data files and the filter of the recording"
             )
     largest = tokens["input_ids"][0].max(initial=0)

@@ -18,7 +18,7 @@ from hpcrl.rollout.environments.turn_handler import TurnHandler, TurnResult, tur
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams, Trajectory
 from hpcrl.runtime.mpi import wait_for_ranks
 from hpcrl.workers.prompt_pictures import EncodedPictures
-from hpcrl.workers.response_columns import conversation_columns, response_columns
+from hpcrl.workers.response_columns import ROLLOUTS_REUSED, conversation_columns, response_columns
 
 if TYPE_CHECKING:
     from hpcrl.workers.rollout import RolloutWorker
@@ -79,7 +79,7 @@ class ResponseStream:
         self._turns: TurnHandler | None = None  # of conversations, on the leader
         self.capacity = worker.config.rollout.max_num_seqs
         self.interrupts = worker.config.async_training.partial_rollout
-        self._busy_seconds = self._waited = 0.0  # since the previous notification; for environments, since `pop`
+        self._busy_seconds = self._waited = 0.0  # since the previous notification; for environments, since the last pop
         self._waiting: deque[Response] = deque()  # on the leader: not yet given to the engine
         self._interrupted: list[Response] = []
         self._given: list[Response] = []  # to the current call of the engine, by index of the request
@@ -93,12 +93,12 @@ class ResponseStream:
         self._done: dict[int, list[Response]] = {}  # group -> its finished samples
         self._unreported: list[int] = []  # finished groups, whose scores may be missing
 
-    def add(self, requests: Sequence[Request], groups: Sequence[int], rows: Sequence[int]) -> None:
+    def add_responses(self, requests: Sequence[Request], groups: Sequence[int], rows: Sequence[int]) -> None:
         """Add responses to draw, all samples of each prompt. On the leader."""
         self._waiting.extend(Response(*sample) for sample in zip(requests, groups, rows, strict=True))
         self._open.update(groups)
 
-    def pop(self, groups: Iterable[int]) -> DataProto:
+    def pop_responses(self, groups: Iterable[int]) -> DataProto:
         """Remove the samples of finished prompts and return them, prompt by prompt in the order of their index, as
         columns with their weight versions. On the leader."""
         by_index = attrgetter("request.sample_index")
@@ -106,23 +106,23 @@ class ResponseStream:
         requests = [response.request for response in responses]
         trajectories = [response.done for response in responses if response.done is not None]
         width = self.worker.routed_width if self.worker.config.actor.router_replay.mode == "R3" else 0
-        found = response_columns(requests, trajectories, width)
+        columns = response_columns(requests, trajectories, width)
         if self.agent is not None and self._turns is not None:
-            found = found.union(conversation_columns(trajectories, self.worker.config.rollout.multi_turn))
+            columns = columns.union(conversation_columns(trajectories, self.worker.config.rollout.multi_turn))
             counts = self._turns.responder.metrics()
             if self.agent.makes_prompts:
                 counts["perf/environment_wait_s"] = Sum(self._waited)
-            found.meta_info["metrics"] = merge([*found.metrics, counts])
+            columns.meta_info["metrics"] = merge([*columns.metrics, counts])
             self._waited = 0.0
         if self.worker.pictures is not None:
-            found.tokens["pictures"] = EncodedPictures.of_requests(requests).column()
+            columns.tokens["pictures"] = EncodedPictures.of_requests(requests).column()
         versions = np.array([response.versions for response in responses], np.int64).reshape(-1, 2)
-        found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
+        columns.samples["weight_version_min"], columns.samples["weight_version_max"] = versions.T
         num_recalled = sum(response.is_recalled for response in responses)
         if num_recalled:
-            recalled: dict[str, Metric] = {"perf/rollouts_reused": Sum(float(num_recalled))}
-            found.meta_info["metrics"] = merge([*found.metrics, recalled])
-        return found
+            recalled: dict[str, Metric] = {ROLLOUTS_REUSED: Sum(float(num_recalled))}
+            columns.meta_info["metrics"] = merge([*columns.metrics, recalled])
+        return columns
 
     def run(self, sampling: SamplingParams, version: int) -> None:
         """Generate with the weights of `version`, and with random numbers of the step after it."""

@@ -22,7 +22,15 @@ from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.mpi import create_group
 from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures
-from hpcrl.workers.response_columns import WRITTEN, conversation_columns, recorded_responses, response_columns
+from hpcrl.workers.response_columns import (
+    ROLLOUT_BUSY_S,
+    ROLLOUTS_REUSED,
+    ROLLOUTS_STALE,
+    WRITTEN,
+    conversation_columns,
+    recorded_responses,
+    response_columns,
+)
 from hpcrl.workers.response_journal import ResponseJournal
 from hpcrl.workers.response_stream import ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
@@ -33,8 +41,8 @@ if TYPE_CHECKING:
 
 
 class RolloutWorker(Worker):
-    """Generates the responses to a batch (`generate`), generates responses without end (`submit`, `go_on`, `take`), or
-    reads recorded ones (`replay`).
+    """Generates the responses to a batch (`generate`), generates responses without end (`submit`,
+    `generate_until_interrupted`, `take_responses`), or reads recorded ones (`replay`).
 
     scorer: scores finished responses, on leaders. agent: answers the model between turns. pictures: those of prompts,
     of a vision-language model.
@@ -104,11 +112,11 @@ class RolloutWorker(Worker):
         if self.pictures is not None:
             shown = self.pictures.encode(batch.meta_info["split"], batch.samples["row"].tolist())
             requests = shown.added_to(requests)
-        done, left, metrics = self._recalled(batch, requests, sampling)
-        drawn, counts = self._draw(batch.reorder(left), [requests[index] for index in left], sampling, shown)
+        done, missing, metrics = self._recalled(batch, requests, sampling)
+        drawn, counts = self._draw(batch.reorder(missing), [requests[index] for index in missing], sampling, shown)
         if not self.is_leader:
             return DataProto()
-        done |= dict(zip(left, drawn, strict=True))
+        done |= dict(zip(missing, drawn, strict=True))
         trajectories = [done[index] for index in range(len(requests))]
         columns = response_columns(requests, trajectories, self.routed_width * sampling.routed_experts)
         if self.agent is not None:
@@ -116,7 +124,7 @@ class RolloutWorker(Worker):
         if self.pictures is not None and shown is not None:
             options = {"has_tools": self.agent is not None, "archives": "weight_version" in batch.meta_info}
             columns = columns.union(self.pictures.drawn(shown, trajectories, **options))
-        counts["perf/rollout_busy_s"] = Sum(time.perf_counter() - start)
+        counts[ROLLOUT_BUSY_S] = Sum(time.perf_counter() - start)
         columns.meta_info["metrics"] = merge([metrics, *columns.metrics, counts])
         return columns
 
@@ -135,14 +143,14 @@ class RolloutWorker(Worker):
         recall = version is not None and version == self.recalled_version
         if self.journal is not None and version is not None:
             self.journal.begin(sampling, step=batch.meta_info["step"], version=version, recall=recall)
-            found = enumerate([self.journal.recall(request) for request in requests])
-            known = {index: done for index, done in found if done is not None}
-            counts = {"reused": len(known), "stale": self.journal.num_stale}
+            journaled = enumerate([self.journal.recall(request) for request in requests])
+            known = {index: done for index, done in journaled if done is not None}
+            counts = {ROLLOUTS_REUSED: len(known), ROLLOUTS_STALE: self.journal.num_stale}
         for index, done in known.items():
             self._begin_score(batch, index, done)
         skipped = set(self.context.broadcast(self.layout, list(known) if self.is_leader else None)) if recall else set()
-        left = [index for index in range(len(requests)) if index not in skipped]
-        return known, left, {f"perf/rollouts_{name}": Sum(float(count)) for name, count in counts.items() if count}
+        missing = [index for index in range(len(requests)) if index not in skipped]
+        return known, missing, {name: Sum(float(count)) for name, count in counts.items() if count}
 
     def _draw(
         self, batch: DataProto, requests: list[Request], sampling: SamplingParams, shown: EncodedPictures | None
@@ -186,10 +194,10 @@ class RolloutWorker(Worker):
         requests = self._requests(batch)
         if self.pictures is not None:
             requests = self.pictures.encode("train", rows, divided=False).added_to(requests)
-        self.stream.add(requests, prompts, rows)
+        self.stream.add_responses(requests, prompts, rows)
 
     @register(Dispatch.ORDER_ALL)
-    def go_on(self, sampling: SamplingParams, version: int) -> None:
+    def generate_until_interrupted(self, sampling: SamplingParams, version: int) -> None:
         """Generate what was submitted, with weights of `version`, until a command arrives that is not reentrant.
 
         Rank 0 is notified by a `Finished` of prompts whose samples are drawn and scored. Responses that an earlier
@@ -201,10 +209,10 @@ class RolloutWorker(Worker):
     @register(
         Dispatch.DP_COMPUTE_PROTO, reads=("prompt", "sample_index"), writes=WRITTEN, leader_only=True, reentrant=True
     )
-    def take(self, batch: DataProto) -> DataProto:
+    def take_responses(self, batch: DataProto) -> DataProto:
         """The responses to finished prompts, with their weight versions; rows in order of prompts, a prompt's samples
         in order of their index."""
-        return self.stream.pop(dict.fromkeys(batch.samples["prompt"].tolist()))
+        return self.stream.pop_responses(dict.fromkeys(batch.samples["prompt"].tolist()))
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,

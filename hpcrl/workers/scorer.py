@@ -81,7 +81,7 @@ class ResponseScorer:
         if self.manager is not None:
             self.manager.pump()
 
-    def take(
+    def take_scores(
         self, split: str, rows: Sequence[int], responses: Sequence[np.ndarray], finish_reasons: Sequence[str]
     ) -> Scores:
         """As `RewardManager.collect`; starts the scoring of responses for which it has not begun."""
@@ -89,10 +89,10 @@ class ResponseScorer:
             zeros = np.zeros(len(rows), np.float32)
             return Scores(zeros, zeros, [{} for _ in rows], {})
         keys = [key_of(split, *one) for one in zip(rows, responses, finish_reasons, strict=True)]
-        wanted: Counter[Hashable] = Counter()
+        needed: Counter[Hashable] = Counter()
         for key, row, response, reason in zip(keys, rows, responses, finish_reasons, strict=True):
-            wanted[key] += 1
-            if self.manager.submitted(key) < wanted[key]:
+            needed[key] += 1
+            if self.manager.submitted(key) < needed[key]:
                 self.begin(split, row, response, reason)
         return self.manager.collect(keys)
 
@@ -146,7 +146,7 @@ class ScorerWorker(Worker):
         lengths = batch.fetch("response_mask").lengths
         rows, reasons = batch.samples["row"].tolist(), batch.samples["finish_reason"].tolist()
         split = batch.meta_info["split"]
-        scores, acc, extras, counts = self.scorer.take(split, rows, responses, reasons)
+        scores, acc, extras, counts = self.scorer.take_scores(split, rows, responses, reasons)
         models: dict[str, np.ndarray] = {
             name: batch.samples[name] for name in ("rm_score", "judge_score") if name in batch.samples
         }
@@ -163,10 +163,10 @@ class ScorerWorker(Worker):
             acc = _environment_accuracy(batch, scores if self.scorer.manager is None else acc, extras)
         samples = {"score": scores, "acc": acc, "extras": np.array(extras, object)}
         if "show" in batch.samples:
-            dataset, tokenizer, wanted = self.scorer.prompts[split], self.scorer.tokenizer, batch.samples["show"]
+            dataset, tokenizer, mask = self.scorer.prompts[split], self.scorer.tokenizer, batch.samples["show"]
             texts = [
                 (dataset.prompt_text(row, ids=prompt), response_text(tokenizer, response)) if show else ("", "")
-                for row, prompt, response, show in zip(rows, prompts_of(batch), responses, wanted.tolist(), strict=True)
+                for row, prompt, response, show in zip(rows, prompts_of(batch), responses, mask.tolist(), strict=True)
             ]
             samples["prompt_text"], samples["response_text"] = np.array(texts, object).reshape(-1, 2).T
         metrics = {name: Sum(count) for name, count in counts.items()}
@@ -181,8 +181,8 @@ class ScorerWorker(Worker):
     ) -> np.ndarray:
         parts = {"rule_score": scores, **models}
         for index, extra in enumerate(extras):
-            found = {name: float(part[index]) for name, part in parts.items()}
-            extra |= {name: part for name, part in found.items() if name != "judge_score" or not math.isnan(part)}
+            numbers = {name: float(part[index]) for name, part in parts.items()}
+            extra |= {name: part for name, part in numbers.items() if name != "judge_score" or not math.isnan(part)}
         total = self.cfg.rule_weight * scores
         if "rm_score" in models:
             total = total + self.cfg.reward_model.weight * models["rm_score"]

@@ -75,8 +75,8 @@ class SftDataWorker(DataWorker):
             "input_ids": [np.concatenate([prompt, response]) for prompt, response, _ in sequences],
             "response_mask": [mask for _, _, mask in sequences],
         }
-        found = DataProto({name: Ragged.from_rows(parts, np.int32) for name, parts in columns.items()})
-        return self.with_pictures(found, split, rows)
+        whole = DataProto({name: Ragged.from_rows(parts, np.int32) for name, parts in columns.items()})
+        return self.with_pictures(whole, split, rows)
 
 
 class SftActorWorker(ModelWorker):
@@ -199,8 +199,8 @@ class PreferenceDataWorker(DataWorker):
         pairs = self.inputs.pairs[split]
         answers = zip(samples.get("answer_row", samples["row"]).tolist(), samples["side"].tolist(), strict=True)
         prompts = [pairs.prompt_ids(row) for row in rows]
-        found = list(zip(prompts, (pairs.answer(row, side) for row, side in answers), strict=True))
-        columns = whole_columns(found) if batch.meta_info.get("nll_of_prompt") else answer_columns(found)
+        sequences = list(zip(prompts, (pairs.answer(row, side) for row, side in answers), strict=True))
+        columns = whole_columns(sequences) if batch.meta_info.get("nll_of_prompt") else answer_columns(sequences)
         return self.with_pictures(columns, split, rows)
 
 

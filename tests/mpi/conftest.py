@@ -207,7 +207,7 @@ def lab(world: World, countdown_files: Path, tmp_path_factory: pytest.TempPathFa
 def straight(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`straight(name, placement, **sections)`: a run that keeps the logs of all its steps."""
 
-    from hpcrl.run.rollouts.durable_rollouts import DurableRollouts
+    from hpcrl.run.recovery import DurableRollouts
 
     def run(name: str, placement: dict[str, Any], **sections: dict[str, Any]) -> Path:
         with monkeypatch.context() as patch:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.run.time_budget import TimeBudget
 from tests.mpi.lab import ROOT, Lab, metrics
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -51,6 +52,33 @@ def test_an_example_resumed_equals_uninterrupted_bitwise(world, lab: Lab, name: 
         for step, line in expected.items():
             assert {key: (line[key], found[step].get(key)) for key in line if line[key] != found[step].get(key)} == {}
         assert own_metric in metrics(straight)[2] or not own_metric
+
+
+@pytest.mark.ci_world(2)
+@pytest.mark.world(2)
+def test_a_job_of_the_release_before_works(
+    world, lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its loop asks nothing within a step, and its members have their former names: a stop in its first step, where it
+    is not asked for, saves and ends it, and the numbers are those of the job as it is now."""
+    _, sections, _ = JOBS["grpo_by_hand"]
+    files = {"val_files": [str(lab.data / "val.parquet")]}
+    options = {**sections, "data": files, "trainer": {"total_training_steps": 2, "test_freq": 1}}
+    now = lab.run("now", job=str(EXAMPLES / "grpo_by_hand.py"), **options)
+    former = str(ROOT / "tests" / "run" / "former_jobs" / "grpo_by_hand.py")
+    with monkeypatch.context() as patch:
+        stop = lambda self, *phases: "SIGTERM, before reward" if phases == ("reward",) else None  # noqa: E731
+        patch.setattr(TimeBudget, "reason_to_stop", stop)
+        lab.run("former", job=former, **options)
+    run = lab.run("former", job=former, **options)
+    if world.rank == 0:
+        expected, found = metrics(now), metrics(run)
+        assert [found[step].pop("mine/samples") for step in (1, 2)] == [24.0, 24.0]
+        assert [found[step].pop("mine/validated") for step in (0, 1, 2) if step in found]
+        assert found == expected
+        assert "GrpoByHand.validate is now `run` of its validation_class" in caplog.text
+        assert "phases_from_update is now what its loop names in run.stops_before" in caplog.text
+        assert "stopping: SIGTERM, before reward" in caplog.text
 
 
 def test_every_example_is_tested() -> None:

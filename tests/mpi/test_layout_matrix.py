@@ -26,8 +26,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.runtime.layout import Layout
 from hpcrl.runtime.world import World
-from hpcrl.workers.actor import ActorWorker
-from hpcrl.workers.critic import CriticWorker
+from hpcrl.workers.actor import ActorWorker, CriticWorker
 from hpcrl.workers.model_worker import ModelWorker
 from hpcrl.workers.supervised import SftActorWorker
 from tests.mpi.layouts import EXPERT_SIZES, MIXTURE, SHAPE, SIZES, assert_slices, gradients, make_batch, part_of

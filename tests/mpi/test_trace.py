@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.observe.trace.command import export
 from hpcrl.observe.trace.records import ClockAligner, TraceFiles, trace_path
-from hpcrl.run.time_budget import StopRequested, TimeBudget
+from hpcrl.run.time_budget import TimeBudget
 from hpcrl.runtime.mpi import barrier, wait
 from tests.mpi.lab import Lab, metrics, on
 from tests.mpi.test_async import APART, GRPO
@@ -50,10 +50,9 @@ class StopInStep:
     def __init__(self, step: int) -> None:
         self.steps_left = step
 
-    def check(self, *phases: str) -> None:
-        self.steps_left -= phases == ("old_log_prob",)
-        if phases == ("old_log_prob",) and self.steps_left == 0:
-            raise StopRequested("SIGTERM, before old_log_prob")
+    def reason_to_stop(self, *phases: str) -> str | None:
+        self.steps_left -= phases[0] == "old_log_prob"
+        return "SIGTERM, before old_log_prob" if phases[0] == "old_log_prob" and self.steps_left == 0 else None
 
 
 @pytest.mark.ci_world(2)
@@ -114,7 +113,7 @@ def test_a_stopped_and_resumed_run(world, lab: Lab, monkeypatch: pytest.MonkeyPa
     """The trace has the request to stop, the torn file of a rank loses one record only, and the next slice goes on."""
     options = {"total_training_steps": 4}
     with monkeypatch.context() as patch:
-        patch.setattr(TimeBudget, "check", StopInStep(3).check)
+        patch.setattr(TimeBudget, "reason_to_stop", StopInStep(3).reason_to_stop)
         run = lab.run("resumed_trace", SPLIT, trainer=options)
     stopped = trace_of(world, run, "2")  # with what follows it: the step that was stopped, and the save
     assert [event["name"] for event in stopped.of("i")] == ["stopping: SIGTERM, before old_log_prob"]

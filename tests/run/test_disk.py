@@ -15,9 +15,9 @@ from hpcrl.cli import load_job
 from hpcrl.config.roles import ACTOR, REF, REWARD
 from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
 from hpcrl.forecast.memory.state import kept_checkpoints
-from hpcrl.run.disk import forecast
 from hpcrl.run.inference import inside_run
 from hpcrl.run.job import TrainingJob
+from hpcrl.run.saver import disk_forecast
 from hpcrl.runtime.world import World
 from tests.run.small_run import MODEL, checkpoints, log_of, run_folder, train
 
@@ -72,14 +72,14 @@ def test_a_run_that_began_without_a_bound_keeps_all_checkpoints(tmp_path: Path) 
 
 def test_a_disk_without_space_is_named() -> None:
     config = Config.model_validate({"trainer": {"save_freq": 10, "max_ckpt_to_keep": 2}})
-    text, missing = forecast(config, save=10**9, kept=3, existing=1, archive=10**6, steps=100, free=10**9)
+    text, missing = disk_forecast(config, save=10**9, num_kept=3, existing=1, archive=10**6, steps=100, free=10**9)
     assert "1.00 GB per save, at most 3.00 GB in 3 checkpoints" in text
     assert "rollouts at most 1.00 MB per step, 100.00 MB in 100 steps; 1.00 GB free" in text
     assert missing == 2 * 10**9 + 10**8 - 10**9
     everything = Config.model_validate({"trainer": {"save_freq": 10, "max_ckpt_to_keep": None}})
-    text, missing = forecast(everything, save=10**9, kept=10, existing=12, archive=0, steps=100, free=10)
+    text, missing = disk_forecast(everything, save=10**9, num_kept=10, existing=12, archive=0, steps=100, free=10)
     assert "all stay" in text and missing == -10
-    never = forecast(Config(), save=10**9, kept=0, existing=0, archive=0, steps=100, free=10)
+    never = disk_forecast(Config(), save=10**9, num_kept=0, existing=0, archive=0, steps=100, free=10)
     assert "1.00 GB per save, only if the run is stopped" in never[0] and never[1] == -10
     assert kept_checkpoints(TrainerConfig(), 100, saves_last=True) == 1
 
@@ -90,5 +90,5 @@ def test_the_forecast_has_the_optimizer_of_the_jobs_own_section(name: str) -> No
     config = job.schema().model_validate({name: {"optim": {"optimizer": "sgd"}}})
     made = job(cast("World", None), config, None, argparse.Namespace())
     spec = replace({"actor": ACTOR, "reward": REWARD}[job.trained_role or ""], trains=True)
-    assert cast("OptimConfig", made.optim_of(spec)).optimizer == "sgd"
-    assert made.optim_of(REF) is None
+    assert cast("OptimConfig", made.models.optimizer(spec)).optimizer == "sgd"
+    assert made.models.optimizer(REF) is None

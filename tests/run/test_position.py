@@ -30,13 +30,13 @@ def job_at(name: str, rows_per_step: int, start: Start, epochs: int = 3) -> Any:
     )
     job.order = OrderedSampler(NUM_ROWS, 5, True)
     job.inputs = SimpleNamespace(prompts={"train": range(NUM_ROWS)})
-    job.continue_from(start)
+    job.saved_state.set_start(start)
     return job
 
 
 def after(job: Any, step: int, **more: Any) -> Start:
     """The start that a checkpoint of `step` is."""
-    return Start(step, None, json.loads(json.dumps({**more, **job.position(step)})), None)
+    return Start(step, None, json.loads(json.dumps({**more, **job.saved_state.position(step)})), None)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=5), st.integers(1, 9))

@@ -30,11 +30,11 @@ def test_a_step_that_is_left_has_no_trace() -> None:
     controller = FakeController()
     profiled = ProfiledSteps(controller, Path("run"), [2, 4], waits=True)  # type: ignore[arg-type]
     for step in (1, 2, 3):
-        with profiled(step):
-            controller.calls.append(f"step {step}")
-    step = profiled(4)
-    step.__enter__()
-    step.gen.close()  # type: ignore[attr-defined]  # as `Run` closes the generator of its steps
+        profiled.begin(step)
+        controller.calls.append(f"step {step}")
+        profiled.end()
+    profiled.begin(4)
+    profiled.discard()
     assert controller.calls == ["step 1", "begin", "step 2", "end step_00000002", "step 3", "begin", "end None"]
 
 
@@ -42,8 +42,9 @@ def test_a_missing_trace_is_one_warning_as_soon_as_all_ranks_have_said(caplog: p
     controller = FakeController()
     profiled = ProfiledSteps(controller, Path("run"), [1], waits=False)  # type: ignore[arg-type]
     for step in (1, 2, 3, 4):
-        with profiled(step):
-            controller.traces[:1] and setattr(controller.traces[0], "is_ready", step > 2)
+        profiled.begin(step)
+        controller.traces[:1] and setattr(controller.traces[0], "is_ready", step > 2)
+        profiled.end()
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning == (
         "2 of the traces of step 1 could not be written; training continues without them; rank 1: disk full"

@@ -40,15 +40,15 @@ os.environ.pop("SLURM_JOB_ID", None)
 
 from hpcrl.run.run import Run
 
-before_call = Run.before_call
+begin_update = Run.begin_update
 
-def die(self, registration):
-    if self.metrics["training/global_step"] == {killed} and registration.updates:
+def die(self):
+    if self.metrics["training/global_step"] == {killed}:
         self.snapshots.wait()
         os.kill(os.getpid(), signal.SIGKILL)
-    before_call(self, registration)
+    begin_update(self)
 
-Run.before_call = die
+Run.begin_update = die
 """
 
 

@@ -47,7 +47,7 @@ def test_a_role_may_have_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     config = job.read_config(CONFIG, ["prm.model={num_layers: 1, hidden_size: 64}", VOCABULARY])
     made = job(SimpleNamespace(), config, None, Namespace())
     made.inputs = SimpleNamespace(shape=SimpleNamespace(vocab_size=64, tokenizer_size=None), shapes={})
-    shape = made.own_shapes()["prm"]
+    shape = made.models.own_shapes()["prm"]
     assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (1, 64, 64)
     assert TrainingPlan(config, tuple(job.own_specs())).models["prm"].shape == shape
 

@@ -19,7 +19,7 @@ from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.observe.read.comparison import compare_evaluations
 from hpcrl.observe.record.writer import write_generations
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.run.problem_results import ProblemResults
+from hpcrl.run.inference import ProblemResults
 from hpcrl.run.validation import Validator, shown_rows
 
 TOKENIZER = Path(__file__).parents[2] / "configs" / "tokenizer"

@@ -45,7 +45,6 @@ from hpcrl.runtime.world import World, finish, start_mpi
 if TYPE_CHECKING:
     from hpcrl.config.derive import Derived
     from hpcrl.config.schema import Config
-    from hpcrl.controller.register import Registration
     from hpcrl.jobs.train import Train
     from hpcrl.run.calls import Call
     from hpcrl.run.run import Run
@@ -106,7 +105,6 @@ class ActorStub(Worker):
         reads=("input_ids", "response_mask", "pictures?", "sequence_starts?", "rollout_log_probs", "routed_experts?"),
         writes=("old_log_probs", "entropies?", "sum_pi_squared?", "routed_experts?"),
         phase="old_log_prob",
-        skip_if="old_log_prob_in_update",
     )
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         return written(batch, "old_log_probs")
@@ -155,7 +153,7 @@ class RefStub(Worker):
 
 
 class CriticStub(Worker):
-    """Registered as `hpcrl.workers.critic.CriticWorker`."""
+    """Registered as `hpcrl.workers.actor.CriticWorker`."""
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -342,9 +340,12 @@ class BenchRun:
         lengths = (samples["prompt_length"] + samples["response_length"]).tolist()
         self.log({"perf/total_num_tokens": float(sum(lengths))})
 
-    def before_call(self, registration: Registration) -> None: ...
+    def begin_update(self) -> None: ...
 
-    def before_phase(self, phase: str) -> None: ...
+    def stops_before(self, *phases: str) -> bool:
+        return False
+
+    cannot_begin = stops_before
 
 
 def clocks() -> dict[str, float]:

@@ -40,7 +40,7 @@ def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer:
         end_token_ids(tokenizer),
         WeightSync(run.controller, run.timers),
         run.total_steps,
-        before_phase=run.before_phase,
+        cannot_begin=run.cannot_begin,
         wait=run.wait,
         log=run.log,
     )

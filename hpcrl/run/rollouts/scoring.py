@@ -185,9 +185,9 @@ class DroppedPrompts:
         self.count = 0  # prompts since the last one that was kept
         self.values: Counter[float | None] = Counter()  # of their samples; None: no number
 
-    def check(self, batch: DataProto, kept: np.ndarray) -> None:
-        """Count the prompts of a filtered batch; `kept`: bool (N,). Raises InputError if there are too many."""
-        if kept.any():
+    def check(self, batch: DataProto, is_kept: np.ndarray) -> None:
+        """Count the prompts of a filtered batch; `is_kept`: bool (N,). Raises InputError if there are too many."""
+        if is_kept.any():
             self._start()
             return
         samples = batch.samples

@@ -24,9 +24,11 @@ from hpcrl.observe.record.archive import finish_step, step_path
 from hpcrl.observe.record.progress import PhaseTimers
 from hpcrl.rewards.manager import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.run.job_parts import EPOCH
 from hpcrl.run.rollouts.scoring import DroppedPrompts, FirstSamples, differing, metric_values, num_prompts, numbered
 from hpcrl.run.saver import raise_first
 from hpcrl.runtime.exits import InputError
+from hpcrl.workers.response_columns import ROLLOUTS_REUSED, ROLLOUTS_STALE
 
 if TYPE_CHECKING:
     from hpcrl.engine.refit.refit import RefitReport
@@ -122,6 +124,7 @@ class Counts:
 
 log = logging.getLogger(__name__)
 
+NUM_GEN_BATCHES = "train/num_gen_batches"  # metric
 RECORDED = ("row", "epoch", "prompt", "sample_index", "position", "weight_version_min", "weight_version_max")
 
 Collected = tuple[DataProto, dict[str, float]]  # a step's samples, and its metrics so far
@@ -134,7 +137,7 @@ class RolloutState(NamedTuple):
     surplus: DataProto | None
 
 
-def _ignore(*_: Any) -> None:
+def _ignore(*_: Any) -> Any:
     pass
 
 
@@ -150,7 +153,7 @@ class RolloutContext:
     eos_token_ids: tuple[int, ...]
     weights: WeightSync
     total_steps: int
-    before_phase: Callable[[str], None] = _ignore  # may raise StopRequested
+    cannot_begin: Callable[[str], bool] = _ignore  # whether the run stops before a phase
     wait: Callable[[], None] = _ignore  # until the calls of the step have ended
     log: Callable[[dict[str, float]], None] = _ignore  # adds to the metrics of the step
 
@@ -162,7 +165,7 @@ class RolloutContext:
     def deliver(self, collected: Collected) -> DataProto:
         """Log the metrics of a step's samples so far, and return the samples."""
         batch, metrics = collected
-        self.log(metrics | {"training/epoch": float(batch.samples["epoch"][0])})
+        self.log(metrics | {EPOCH: float(batch.samples["epoch"][0])})
         return batch
 
 
@@ -214,15 +217,15 @@ class SamplePool:
         self._incomplete: set[str] = set()  # values of the scorer that some results lack, as a warning has said
         self._sampler_state()
 
-    def filtered(self, batch: DataProto, found: Gathering) -> DataProto:
+    def filtered(self, batch: DataProto, gathering: Gathering) -> DataProto:
         """The prompts whose samples differ in the metric of filter_groups; counts the other samples in `found`."""
         self.first_samples.check_metric(batch)
         metric = self.context.config.algorithm.filter_groups.metric
         self._warn_of_gaps(batch, metric_values(batch.samples, metric, required=False), metric, "does not count")
-        kept = differing(batch, metric)
-        self.dropped.check(batch, kept)
-        found.num_evicted += int((~kept).sum())
-        return batch[kept]
+        is_kept = differing(batch, metric)
+        self.dropped.check(batch, is_kept)
+        gathering.num_evicted += int((~is_kept).sum())
+        return batch[is_kept]
 
     def complete(self, batch: DataProto) -> DataProto:
         """Add what the advantage estimator needs from rank 0."""
@@ -250,25 +253,25 @@ class SamplePool:
                 *(without, len(batch), key, there),
             )
 
-    def metrics_of(self, step: int, batch: DataProto, found: Gathering) -> dict[str, float]:
+    def metrics_of(self, step: int, batch: DataProto, gathering: Gathering) -> dict[str, float]:
         config = self.context.config
-        metrics = finish(merge(found.metrics))
-        reused, stale = (int(metrics.get(f"perf/rollouts_{what}", 0)) for what in ("reused", "stale"))
+        metrics = finish(merge(gathering.metrics))
+        reused, stale = (int(metrics.get(name, 0)) for name in (ROLLOUTS_REUSED, ROLLOUTS_STALE))
         if reused or stale:
             log.info(
                 "step %d: %d of %d responses are reused from an interrupted attempt; %d of its responses, of other "
                 "weights, data or settings, are not",
-                *(step, reused, found.num_generated + found.num_greedy, stale),
+                *(step, reused, gathering.num_generated + gathering.num_greedy, stale),
             )
         if config.algorithm.filter_groups.enable:
             metrics |= {
-                "train/num_gen_batches": float(found.num_batches),
-                "training/filter_groups/evicted_samples": float(found.num_evicted),
+                NUM_GEN_BATCHES: float(gathering.num_batches),
+                "training/filter_groups/evicted_samples": float(gathering.num_evicted),
                 "training/filter_groups/surplus_samples": float(len(self.surplus) if self.surplus is not None else 0),
             }
         if config.async_training.mode != "sync":
             metrics |= staleness_metrics(batch.samples, step - 1)
-            metrics |= self.counts.add(batch.samples, step - 1, found.num_generated)
+            metrics |= self.counts.add(batch.samples, step - 1, gathering.num_generated)
         return metrics
 
     def state(self) -> RolloutState:
@@ -339,8 +342,8 @@ class RolloutSource:
         self.context, self.weights = context, context.weights
         self.pool = SamplePool(context)
 
-    def next(self, step: int) -> DataProto:
-        """Wait for the samples that `step` trains on, and return them."""
+    def next(self, step: int) -> DataProto | None:
+        """Wait for the samples that `step` trains on, and return them; None if the run stops before it has them."""
         raise NotImplementedError
 
     def update_weights(self, step: int) -> None:

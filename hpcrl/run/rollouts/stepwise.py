@@ -35,46 +35,48 @@ FIRST_WARNING = 10  # generations of one step after which a line says that it co
 class Stepwise(RolloutSource):
     """Generates the samples of a step together. Surplus samples stay in the pool for the next step."""
 
-    def gather(self, step: int) -> Steps[Collected]:
-        """Generate until the step has its samples.
+    def gather(self, step: int) -> Steps[Collected | None]:
+        """Generate until the step has its samples; None if the run stops before.
 
         With filter_groups, prompts whose samples do not differ in its metric are dropped and others are drawn, until
         data.train_batch_size prompts remain or max_num_gen_batches generations are done.
         """
         config, pool = self.context.config, self.pool
-        wanted, filtering = config.data.train_batch_size, config.algorithm.filter_groups
-        found = Gathering([pool.surplus] if pool.surplus is not None else [])
+        num_needed, filtering = config.data.train_batch_size, config.algorithm.filter_groups
+        gathering = Gathering([pool.surplus] if pool.surplus is not None else [])
         limit = filtering.max_num_gen_batches if filtering.enable else 1
-        size = (config.data.gen_batch_size if filtering.enable else None) or wanted
+        size = (config.data.gen_batch_size if filtering.enable else None) or num_needed
         next_warning = FIRST_WARNING
-        while found.num_prompts < wanted and not (limit and found.num_batches == limit):
-            if found.num_batches == next_warning:
+        while gathering.num_prompts < num_needed and not (limit and gathering.num_batches == limit):
+            if gathering.num_batches == next_warning:
                 next_warning *= 2
                 log.warning(
                     "step %d: %d of %d prompts after %d generations; samples of the others do not differ in %r "
                     "(algorithm.filter_groups.max_num_gen_batches bounds this)",
-                    *(step, found.num_prompts, wanted, found.num_batches, filtering.metric),
+                    *(step, gathering.num_prompts, num_needed, gathering.num_batches, filtering.metric),
                 )
-            part = yield from self._generate(step, size, found)
+            part = yield from self._generate(step, size, gathering)
+            if part is None:
+                return None
             if filtering.enable:
-                part = pool.filtered(part, found)
-            found.groups.append(part)
-        if found.num_prompts == 0:
+                part = pool.filtered(part, gathering)
+            gathering.groups.append(part)
+        if gathering.num_prompts == 0:
             raise InputError(
-                f"step {step}: {found.num_batches} generations of prompts, and in none do the samples of a prompt "
+                f"step {step}: {gathering.num_batches} generations of prompts, and in none do the samples of a prompt "
                 f"differ in {filtering.metric!r}; use easier or harder prompts, a larger rollout.n, or raise "
                 "algorithm.filter_groups.max_num_gen_batches"
             )
-        if found.num_prompts < wanted:
+        if gathering.num_prompts < num_needed:
             log.warning(
                 "step %d: %d of %d prompts after %d generations (algorithm.filter_groups.max_num_gen_batches)",
-                *(step, found.num_prompts, wanted, found.num_batches),
+                *(step, gathering.num_prompts, num_needed, gathering.num_batches),
             )
         self._load_ahead(size)
-        batch = self._first(step, wanted, found)
-        for report in found.reports:  # of dropped prompts, too
+        batch = self._first(step, num_needed, gathering)
+        for report in gathering.reports:  # of dropped prompts, too
             self.context.sampler.update(report)
-        return pool.complete(batch), pool.metrics_of(step, batch, found)
+        return pool.complete(batch), pool.metrics_of(step, batch, gathering)
 
     def _load_ahead(self, size: int) -> None:
         """Have the pictures of the next step's prompts decoded in processes, meanwhile."""
@@ -83,7 +85,7 @@ class Stepwise(RolloutSource):
             batch = DataProto({}, {"row": np.repeat(rows, config.rollout.n)}, {"split": "train"})
             self.context.controller["rollout"].load_ahead(batch)
 
-    def _generate(self, step: int, size: int, found: Gathering) -> Steps[DataProto]:
+    def _generate(self, step: int, size: int, gathering: Gathering) -> Steps[DataProto | None]:
         """Prompts from the sampler, with rollout.n scored responses to each."""
         n, version = self.context.config.rollout.n, self.context.weights.version
         rows, epochs = self.context.sampler.next_rows(size)
@@ -92,42 +94,51 @@ class Stepwise(RolloutSource):
             {
                 "row": rows,
                 "epoch": epochs,
-                "prompt": np.arange(size, dtype=np.int32) + found.next_prompt,
+                "prompt": np.arange(size, dtype=np.int32) + gathering.next_prompt,
                 "weight_version_min": np.full(size, version, np.int64),
                 "weight_version_max": np.full(size, version, np.int64),
             },
             {"split": "train", "step": step, "weight_version": version},
         )
-        found.num_batches += 1
-        found.num_generated += size * n
+        gathering.num_batches += 1
+        gathering.num_generated += size * n
         batch = prompts.repeat(n)
         batch.samples["sample_index"] = np.tile(np.arange(n, dtype=np.int64), size)
-        batch = yield from self._respond(batch, self.context.sampling, "gen", found)
-        found.reports.append(step_report(step, batch.samples))
+        drawn = yield from self._respond(batch, self.context.sampling, "gen", gathering)
+        if drawn is None:
+            return None
+        gathering.reports.append(step_report(step, drawn.samples))
         if self.context.derived.needs_reward_baseline:
-            found.num_greedy += size
+            gathering.num_greedy += size
             prompts.samples["sample_index"] = np.full(size, n, np.int64)
             sampling = replace(self.context.sampling, temperature=0.0, routed_experts=False)
-            greedy = yield from self._respond(prompts, sampling, "gen_max", found)
-            batch.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
-        batch.meta_info.clear()
-        return batch
+            greedy = yield from self._respond(prompts, sampling, "gen_max", gathering)
+            if greedy is None:
+                return None
+            drawn.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
+        drawn.meta_info.clear()
+        return drawn
 
-    def _respond(self, batch: DataProto, sampling: SamplingParams, phase: str, found: Gathering) -> Steps[DataProto]:
+    def _respond(
+        self, batch: DataProto, sampling: SamplingParams, phase: str, gathering: Gathering
+    ) -> Steps[DataProto | None]:
+        """The batch with responses and their scores; None if the run stops before."""
         context = self.context
-        context.before_phase(phase)
+        if context.cannot_begin(phase):
+            return None
         batch = batch.union((yield phase, context.controller["rollout"].generate(batch, sampling)))
-        context.before_phase("judge" if context.config.reward.judge.enable else "reward")
+        if context.cannot_begin("judge" if context.config.reward.judge.enable else "reward"):
+            return None
         batch = yield from scoring(context.controller, batch, context.config.reward)
-        found.metrics += batch.metrics
+        gathering.metrics += batch.metrics
         self.pool.first_samples.check_scores(batch)
         return batch
 
-    def _first(self, step: int, wanted: int, found: Gathering) -> DataProto:
+    def _first(self, step: int, num_needed: int, gathering: Gathering) -> DataProto:
         """The first `wanted` prompts; the others are kept for the next step."""
-        batch = DataProto.concat(found.groups)
+        batch = DataProto.concat(gathering.groups)
         _, place = np.unique(batch.samples["prompt"], return_inverse=True)
-        late = place >= wanted
+        late = place >= num_needed
         self.pool.surplus = batch[late] if late.any() else None
         return numbered(batch[~late], step)
 
@@ -137,8 +148,9 @@ class Synchronous(Stepwise):
 
     can_repeat = True
 
-    def next(self, step: int) -> DataProto:
-        return self.context.deliver(BackgroundTask(self.gather(step), self.context.timers).get())
+    def next(self, step: int) -> DataProto | None:
+        collected = BackgroundTask(self.gather(step), self.context.timers).get()
+        return None if collected is None else self.context.deliver(collected)
 
     def update_weights(self, step: int) -> None:
         self.context.wait()

@@ -16,6 +16,7 @@ from hpcrl.controller.controller import replica_column
 from hpcrl.data.curriculum import step_report
 from hpcrl.run.rollouts.scoring import num_prompts, numbered, score
 from hpcrl.run.rollouts.source import Gathering, RolloutContext, RolloutSource, RolloutState
+from hpcrl.workers.response_columns import ROLLOUT_BUSY_S
 
 if TYPE_CHECKING:
     from hpcrl.workers.response_stream import Finished
@@ -76,7 +77,7 @@ class Streaming(RolloutSource):
                 with self.context.timers("gen"):
                     self.controller.listen()
         batch = self.pool.complete(self._oldest(step))
-        metrics = {"perf/rollout_busy_s": self.busy_seconds}
+        metrics = {ROLLOUT_BUSY_S: self.busy_seconds}
         metrics |= self.pool.metrics_of(step, batch, self.seen)
         self.busy_seconds, self.seen = 0.0, Gathering()
         return self.context.deliver((batch, metrics))
@@ -127,7 +128,7 @@ class Streaming(RolloutSource):
     def _generate(self) -> None:
         """Continue to generate, with the weights that the engine has."""
         assert self.weights.version is not None
-        self.controller["rollout"].go_on(self.context.sampling, self.weights.version)
+        self.controller["rollout"].generate_until_interrupted(self.context.sampling, self.weights.version)
         self.is_generating = True
         self._submit()
 
@@ -202,7 +203,7 @@ class Streaming(RolloutSource):
         numbers, self.finished = sorted(self.finished), set()
         batch = self._batch_of(numbers)
         with self.context.timers("gen"):
-            batch = batch.union(self.controller["rollout"].take(batch).get())
+            batch = batch.union(self.controller["rollout"].take_responses(batch).get())
         batch = score(self.controller, batch, self.config.reward, self.context.timers)
         self.pool.first_samples.check_scores(batch)
         self.seen.metrics += batch.metrics

@@ -9,8 +9,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import registration_of
 from hpcrl.forecast.memory.fixes import advice, phase_of
 from hpcrl.forecast.memory.memory import GIB, TrainingPlan
-from hpcrl.workers.actor import ActorWorker
-from hpcrl.workers.critic import CriticWorker
+from hpcrl.workers.actor import ActorWorker, CriticWorker
 from hpcrl.workers.frozen import RefWorker, RewardModelWorker, TeacherWorker
 from hpcrl.workers.judge import JudgeWorker
 from hpcrl.workers.rollout import RolloutWorker
@@ -30,7 +29,8 @@ KINDS = {
 
 
 METHODS = """
-rollout.generate rollout.go_on actor.compute_log_prob actor.compute_ref_log_prob ref.compute_ref_log_prob
+rollout.generate rollout.generate_until_interrupted
+actor.compute_log_prob actor.compute_ref_log_prob ref.compute_ref_log_prob
 teacher.compute_teacher_log_prob reward.compute_rm_score judge.judge critic.compute_values critic.update_critic
 actor.update_actor refit.update_weights actor.begin_save critic.begin_save
 """.split()

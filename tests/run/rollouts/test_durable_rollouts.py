@@ -15,7 +15,7 @@ import pytest
 
 from hpcrl.observe.read.archive import read_step
 from hpcrl.observe.record.archive import generation_log, generation_logs, read_records, step_path
-from hpcrl.run.rollouts.durable_rollouts import DurableRollouts, bring_back
+from hpcrl.run.recovery import DurableRollouts, bring_back
 from hpcrl.run.start import set_aside
 from hpcrl.workers.response_journal import ARRAYS
 from tests.preloaded import RANK

@@ -59,7 +59,7 @@ class Replicas:
     def __getitem__(self, role: str) -> Replicas:
         return self
 
-    def go_on(self, sampling: object, version: int) -> None:
+    def generate_until_interrupted(self, sampling: object, version: int) -> None:
         assert version >= self.version
         self.version = version
 
@@ -80,7 +80,7 @@ class Replicas:
         self.versions[prompt] = [(first, self.version) for first in firsts or [self.version] * N]
         self.listener(self.layout.leaders[replica], Finished((prompt,), 0.0))
 
-    def take(self, batch: DataProto) -> Done:
+    def take_responses(self, batch: DataProto) -> Done:
         prompts = batch.samples["prompt"].tolist()[::N]
         versions = np.array([version for prompt in prompts for version in self.versions.pop(prompt)], np.int64)
         return Done(DataProto({}, {"weight_version_min": versions[:, 0], "weight_version_max": versions[:, 1]}))
