@@ -130,12 +130,6 @@ TEST = [
     "types-PyYAML",  # PyYAML's types
 ]
 
-# tools/mutation, in an environment of its own: cosmic-ray's dependencies are of no use to the tests
-MUTATION = [
-    "cosmic-ray>=8.7,<9",  # mutation operators; a sample names its mutants by their numbers, which a release may change
-    "coverage>=7.10",  # which test executes which lines; the first that saves its data in os._exit
-]
-
 readme = Path(__file__).with_name("README.md")
 
 # hpcrl.kernels stands in kernels/: the link is made here, because archives and some checkouts lose one that git keeps
@@ -202,7 +196,6 @@ setup(
         "mlflow": MLFLOW,
         "docs": DOCS,
         "test": TEST,
-        "mutation": MUTATION,
     },
     entry_points={"console_scripts": ["hpcrl=hpcrl.cli:main"]},
 )

@@ -19,7 +19,7 @@ NEW_NAMES = {
     "grid.layout": "runtime.layout",
     "reshard.planner": "engine.refit.planner",
     "checkpoint.manifest": "engine.checkpoint.manifest",
-    "tracing.reader": "observe.trace.reader",
+    "tracing.rank_trace": "observe.trace.rank_trace",
     "report.charts": "observe.report.charts",
     "viewer.samples_view": "observe.report.samples_view",
     "telemetry.runlog": "observe.read.runlog",

@@ -65,6 +65,7 @@ class Registration:
             reads; it then waits for no other rank. Needs `leader_only`.
         phase: phase of a step whose time (`timing_s/<phase>`) includes the wait for the method; None: its name.
         updates: changes a model, so that a step cannot be repeated once the method has begun.
+        skip_if: key of meta_info; in a job's loop the call is not issued for a batch that has it.
     """
 
     mode: DispatchMode
@@ -76,6 +77,7 @@ class Registration:
     reentrant: bool = False
     phase: str | None = None
     updates: bool = False
+    skip_if: str | None = None
 
     def __post_init__(self) -> None:
         if (self.reads or self.writes or self.group_by or self.leader_only) and not self.mode.takes_batch:

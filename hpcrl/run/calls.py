@@ -78,11 +78,12 @@ class Role:
 
         def call(batch: DataProto | PendingBatch, *args: Any, **kwargs: Any) -> PendingBatch:
             batch = batch.get() if isinstance(batch, PendingBatch) else batch
+            if registration.skip_if is not None and batch.meta_info.get(registration.skip_if):
+                return PendingBatch(batch)
             if registration.updates:
                 self._run.begin_update()
-            issued = Call(
-                self._run, registration.phase or method, getattr(group, method)(batch, *args, **kwargs), prefix
-            )
+            future = getattr(group, method)(batch, *args, **kwargs)
+            issued = Call(self._run, registration.phase or method, future, prefix)
             self._run.calls.append(issued)
             return PendingBatch(batch, [issued])
 
