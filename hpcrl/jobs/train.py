@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORWARD_PASSES = ("old_log_prob", "ref", "teacher", "values", "adv")  # phases of a step, in the order of the loop
+# phases of a step (`timing_s/<phase>`, `@register(phase=...)`), in the order of the loop
+FORWARD_PASSES = ("old_log_prob", "ref", "teacher", "values", "adv")
 UPDATES = ("update_critic", "update_actor", "update_weights", "dump_rollout_generations")
 PF_PPO_STREAM = 0x7066  # keeps these random numbers apart from others keyed by the same seed
 
@@ -69,8 +70,8 @@ class Train(TrainingJob):
     models_class, saved_state_class = TrainModels, TrainState
     derived: Derived
     sampler: Sampler  # of training prompts
-    rollouts: RolloutSource  # this and the next one from `set_up` on, on rank 0
-    kl_controller: KLController
+    rollouts: RolloutSource  # on rank 0, from `set_up` on
+    kl_controller: KLController  # on rank 0, from `set_up` on
 
     def loop(self, run: Run) -> None:
         """Rank 0's part of the job; the roles' ranks run what it calls.

@@ -26,8 +26,9 @@ from hpcrl.data.supervision import Supervised, Supervision
 from hpcrl.data.tokenizer import tokenizer_of
 from hpcrl.observe.record.trackers import missing_packages
 from hpcrl.rollout.environments.tools import data_config
+from hpcrl.run.former_members import FormerMembers
 from hpcrl.run.job_config import with_presets, with_settings_of_run
-from hpcrl.run.job_parts import EPOCH, TOTAL_NUM_TOKENS, FormerMembers, Models, Report, SavedState, Validation
+from hpcrl.run.job_parts import EPOCH, TOTAL_NUM_TOKENS, Models, Report, SavedState, Validation
 from hpcrl.runtime.exits import DONE, REQUEUE, InputError
 from hpcrl.runtime.world import World
 
@@ -188,8 +189,9 @@ class WeightsJob(Job):
 class TrainingJob(Job, FormerMembers):
     """A job that takes steps and can be continued after any of them. Its life-cycle is that of `Run`.
 
-    A job defines `check` and the four methods that come first. All else has defaults. Parts of a job are objects of
-    the classes that it names: `report_class`, `validation_class`, `models_class`, `saved_state_class`.
+    A job defines `check`, `read_inputs`, `roles`, `total_steps` and `loop`, and `rows_per_step` if it reads rows in order.
+    All else has defaults. Parts of a job are objects of the classes that it names: `report_class`, `validation_class`,
+    `models_class`, `saved_state_class`.
     """
 
     def read_inputs(self) -> Inputs:
@@ -213,7 +215,7 @@ class TrainingJob(Job, FormerMembers):
     handles_signals = True
     trained_role: ClassVar[str] = "actor"
     saves_last: ClassVar[bool] = True
-    rows_per_step: int = 0  # of the training data
+    rows_per_step: int = 0  # of the training data; 0: the job has no position in them, and no epochs
     report_class: ClassVar[type[Report]] = Report
     validation_class: ClassVar[type[Validation]] = Validation
     models_class: ClassVar[type[Models]] = Models
@@ -229,7 +231,7 @@ class TrainingJob(Job, FormerMembers):
 
     @property
     def last_step(self) -> int | None:
-        """The step after which the run ends, as if it were interrupted; None: after all steps."""
+        """The step after which the run ends though more are left, as in a replay; None: after all steps."""
         return None
 
     @classmethod

@@ -6,7 +6,6 @@ A job that needs another part names a subclass of it: `report_class = MyReport`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.roles import EXPORT, RoleSpec
@@ -106,7 +105,7 @@ class Models(Part):
         return getattr(spec.config_of(self.job.config), "optim", None) if spec.trains else None
 
     def stands_for(self, role: str) -> str:
-        """The role whose workers are called for `role`."""
+        """The role whose workers are called for `role`: the actor's for "ref", where it is the actor without adapters."""
         return role
 
     def own_shapes(self) -> dict[str, ModelShape]:
@@ -141,53 +140,3 @@ class SavedState(Part):
 
     def load(self, state: dict[str, Any]) -> None:
         """Load what `save` returned, on rank 0, after `set_up`."""
-
-
-# Part -> former name of a member of a job, before December 2026 -> its name in the part.
-FORMER = {
-    "report": {name: name for name in ("label", "progress", "step_metrics", "phases_per_token", "is_predicted")},
-    "validation": {"validates_first": "first", "validation_freq": "freq", "validate": "run"},
-    "models": {name: name for name in ("needs_start_weights", "stands_for", "own_shapes")}
-    | {"saved_roles": "saved", "loaded_roles": "loaded", "export_roles": "exported"}
-    | {"frozen_weights": "frozen", "optim_of": "optimizer"},
-    "saved_state": {"continue_from": "set_start", "position": "position", "state": "save", "load_state": "load"},
-}
-
-
-class FormerMember:
-    """A member of a job under its former name: the part's, below what the job's class overrides."""
-
-    def __init__(self, part: str, name: str) -> None:
-        self.part, self.name = part, name
-
-    def __get__(self, job: Any, owner: type) -> Any:
-        if job is None:
-            return self
-        part = getattr(job, self.part)
-        adapters = [base for base in type(part).__mro__ if "is_adapter" in base.__dict__]
-        return getattr(super(adapters[-1], part) if adapters else part, self.name)
-
-
-class FormerMembers:
-    """Lets a class of jobs override members under their former names: its parts return those of the job."""
-
-    former_members: Sequence[str] = ()  # a line of the log for each
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        lines = []
-        for part, members in FORMER.items():
-            overridden = {old: new for old, new in members.items() if old in cls.__dict__}
-            if overridden:
-                base = getattr(cls, f"{part}_class")
-                getters = {new: property(attrgetter(f"job.{old}")) for old, new in overridden.items()}
-                setattr(cls, f"{part}_class", type(base.__name__, (base,), {**getters, "is_adapter": True}))
-            lines += [f"{cls.__name__}.{old} is now `{new}` of its {part}_class" for old, new in overridden.items()]
-        if "phases_from_update" in cls.__dict__:
-            lines.append(f"{cls.__name__}.phases_from_update is now what its loop names in run.stops_before(...)")
-        cls.former_members = (*cls.former_members, *lines)
-
-
-for _part, _members in FORMER.items():
-    for _former, _name in _members.items():
-        setattr(FormerMembers, _former, FormerMember(_part, _name))
