@@ -1,7 +1,7 @@
 """Members of jobs under the names that they had before December 2026, in job files of users; for one release.
 
-A job of then overrides, say, `validate`. Now that is `run` of its `validation_class`: the job's class gets a subclass of that
-class, whose `run` is the job's `validate`, and a line for the log.
+Where a job's class overrides `validate`, for example, it gets a subclass of its `validation_class` whose `run` is that
+method, and a line for the log.
 """
 
 from __future__ import annotations

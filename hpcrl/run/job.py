@@ -189,9 +189,9 @@ class WeightsJob(Job):
 class TrainingJob(Job, FormerMembers):
     """A job that takes steps and can be continued after any of them. Its life-cycle is that of `Run`.
 
-    A job defines `check`, `read_inputs`, `roles`, `total_steps` and `loop`, and `rows_per_step` if it reads rows in order.
-    All else has defaults. Parts of a job are objects of the classes that it names: `report_class`, `validation_class`,
-    `models_class`, `saved_state_class`.
+    A job defines `check`, `read_inputs`, `roles`, `total_steps` and `loop`, and `rows_per_step` if it reads rows in
+    order. All else has defaults. Parts of a job are objects of the classes that it names: `report_class`,
+    `validation_class`, `models_class`, `saved_state_class`.
     """
 
     def read_inputs(self) -> Inputs:

@@ -105,7 +105,7 @@ class Models(Part):
         return getattr(spec.config_of(self.job.config), "optim", None) if spec.trains else None
 
     def stands_for(self, role: str) -> str:
-        """The role whose workers are called for `role`: the actor's for "ref", where it is the actor without adapters."""
+        """The role whose workers are called for `role`: for "ref" the actor, where it is the actor without adapters."""
         return role
 
     def own_shapes(self) -> dict[str, ModelShape]:
