@@ -167,7 +167,11 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
 
 
 def run_on_ranks(job: type[Job], parsed: argparse.Namespace, stop: StopRequests | None = None) -> NoReturn:
-    """Run a job whose command line is parsed. stop: of one that handles signals."""
+    """Run a job whose command line is parsed.
+
+    Args:
+        stop: for a job that handles signals.
+    """
     from hpcrl.runtime.job import run_spmd
 
     job.schema()

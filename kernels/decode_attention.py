@@ -97,16 +97,20 @@ def decode_attention(
 ) -> Tensor:
     """Return softmax(scale q k) v over the tokens of a row, for each row and each of its queries.
 
-    queries: (n, KV heads, queries of a head, key_dim); keys: (blocks, KV heads, key_dim, block size), contiguous;
-    values: (blocks, KV heads, block size, value_dim), contiguous, or the view of the first columns of the keys,
-    `keys[:, :, :value_dim].transpose(2, 3)`, which are then read once. All fp32, bf16 or fp16, as is the result (n, KV
-    heads, queries of a head, value_dim), computed in fp32; or keys and values float8_e4m3fn, which are converted to the
-    dtype of the queries (not yet run on a GPU). Blocks must be finite after a row's last token. No gradient.
+    Queries, keys and values are fp32, bf16 or fp16, as is the result (n, KV heads, queries of a head, value_dim),
+    computed in fp32; or keys and values float8_e4m3fn, which are converted to the dtype of the queries (not yet run on
+    a GPU). Blocks must be finite after a row's last token. No gradient.
 
     Moves the keys and values of all rows once, and for each part an output in fp32 twice; 2 (key_dim + value_dim)
     operations per query and token.
 
-    sinks: (KV heads, queries of a head), the score of one more key whose value is 0. Not yet run on a GPU with them.
+    Args:
+        queries: (n, KV heads, queries of a head, key_dim).
+        keys: (blocks, KV heads, key_dim, block size), contiguous.
+        values: (blocks, KV heads, block size, value_dim), contiguous, or the view of the first columns of the keys,
+            `keys[:, :, :value_dim].transpose(2, 3)`, which are then read once.
+        sinks: (KV heads, queries of a head), the score of one more key whose value is 0. Not yet run on a GPU with
+            them.
     """
     if is_fused(keys, values):
         from hpcrl.kernels.decode_attention_triton import decode_attention as fused

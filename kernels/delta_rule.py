@@ -32,14 +32,18 @@ def gated_delta_rule(
     """Return o_t = S_t q_t with S_t = exp(log_decay_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, for the
     tokens t of each sequence, and the last S of each.
 
-    query, key: (T, key heads, key_dim); they are divided by their length, queries by sqrt(key_dim) too. value: (T,
-    heads, value_dim), consecutive heads of a key head; fp32, bf16 or fp16. log_decay, beta: (T, heads) fp32. lengths:
-    tokens of the sequences, T in all. state: S^T before the first token of each, (sequences, heads, key_dim, value_dim)
-    fp32; None: 0. The output has the size and dtype of `value`. Computed in fp32, in chunks of up to 32 tokens (section
-    3.3): about heads (6 key_dim value_dim + 4 chunk (key_dim + value_dim)) operations a token, three times as many
-    backward, where the chunks are computed again: only inputs are kept.
+    Query, key and value are fp32, bf16 or fp16; the output has the size and dtype of `value`. Computed in fp32, in
+    chunks of up to 32 tokens (section 3.3): about heads (6 key_dim value_dim + 4 chunk (key_dim + value_dim))
+    operations a token, three times as many backward, where the chunks are computed again: only inputs are kept.
 
     On CUDA by fla (`fla-core`) if it is installed; not run, because no machine with a GPU had it.
+
+    Args:
+        query, key: (T, key heads, key_dim); they are divided by their length, queries by sqrt(key_dim) too.
+        value: (T, heads, value_dim), consecutive heads of a key head.
+        log_decay, beta: (T, heads) fp32.
+        lengths: tokens of the sequences, T in all.
+        state: S^T before the first token of each, (sequences, heads, key_dim, value_dim) fp32; None: 0.
     """
     if is_fused(query, key):
         bounds = torch.tensor([0, *np.cumsum(lengths).tolist()], device=query.device)

@@ -126,7 +126,12 @@ def attend(
 def constants(
     groups: int, per_head: int, width: int, size: int, itemsize: int, tokens: int, shared_bytes: int
 ) -> dict[str, Any]:
-    """shared_bytes: a third is for keys at most. Where they are 64 KiB, as on AMD, more keys would spill registers."""
+    """Return the constants of the Triton kernel.
+
+    Args:
+        shared_bytes: bytes of shared memory, of which a third is for keys at most. Where they are 64 KiB, as on AMD,
+            more keys would spill registers.
+    """
     rows, block = (max(SMALLEST_DOT, triton.next_power_of_2(count)) for count in (tokens * per_head, width))
     fitting = 1 << (shared_bytes // 3 // (block * itemsize)).bit_length() - 1
     sizes = {"KEYS": min(KEYS[itemsize], fitting), "ROWS": rows, "WIDTH": width, "BLOCK": block}

@@ -47,7 +47,11 @@ class Fp8Matrix:
 
     @classmethod
     def zeros(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Fp8Matrix:
-        """size: (rows, cols) of a matrix, or (n, rows, cols) of a stack of n."""
+        """Return a matrix of zeros, or a stack of them.
+
+        Args:
+            size: (rows, cols) of a matrix, or (n, rows, cols) of a stack of n.
+        """
         return cls(torch.zeros(*size, dtype=FP8, device=device), torch.ones(*size[:-1], 1, device=device), dtype)
 
     def unbind(self) -> list[Fp8Matrix]:

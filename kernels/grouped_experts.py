@@ -35,7 +35,11 @@ class Order:
     """
 
     def __init__(self, ids: Tensor, num_experts: int, is_reversed: bool = False) -> None:
-        """ids: int64 (n, k)."""
+        """Sort the rows by expert.
+
+        Args:
+            ids: int64 (n, k).
+        """
         self.is_reversed = is_reversed
         flat = num_experts - 1 - ids.flatten() if is_reversed else ids.flatten()
         self.num_experts = num_experts
@@ -241,8 +245,10 @@ def grouped_linear(
     """Return the rows of a (R, k), which is `operand` of the inputs, times their expert's matrix transposed: (R, m).
 
     2 R k m operations forward, and each of the two products in the backward pass as many. For it `inputs` are kept.
-    Gradients of weights are added to fp32 sums, where megatron's linear layers do so. multiply: computes the rows of
-    each expert in the forward pass, one expert after the other.
+    Gradients of weights are added to fp32 sums, where megatron's linear layers do so.
+
+    Args:
+        multiply: computes the rows of each expert in the forward pass, one expert after the other.
     """
     product = _GroupedProduct(operand, weights, order)
     if not torch.is_grad_enabled():
@@ -303,7 +309,11 @@ class _GroupedProduct(NamedTuple):
     def backward(
         self, inputs: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, needs_weights: bool
     ) -> Gradients:
-        """Return the gradients from that of the product. inputs: empty if they are not needed for them."""
+        """Return the gradients from that of the product.
+
+        Args:
+            inputs: empty if the gradients do not need them.
+        """
         grad = grad.contiguous()  # the grouped product does not read expanded ones
         rows = self.operand.rows(inputs, self.order) if inputs else ()
         stack = _stack_for(grad, self.weights, self.order)

@@ -19,9 +19,12 @@ MAX_WIDTH = 8192  # a row, and sums over rows, are held in registers
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return weight * x / sqrt(mean(x^2) + eps) over the last dimension.
 
-    x: (..., width) fp32, bf16 or fp16; weight: (width,), as `x` or fp32. Computed in fp32, returned in the dtype of
-    `x`. Moves x in, the result out; backward x and the gradient in, a gradient out: about 4 operations a number. If
-    rows of `x` do not have one stride, they are copied first.
+    Computed in fp32, returned in the dtype of `x`. Moves x in, the result out; backward x and the gradient in, a
+    gradient out: about 4 operations a number. If rows of `x` do not have one stride, they are copied first.
+
+    Args:
+        x: (..., width) fp32, bf16 or fp16.
+        weight: (width,), as `x` or fp32.
     """
     if use_triton("rms_norm", x, unless=_norm_reason(x)):
         from hpcrl.kernels.layers_triton import RMSNorm
@@ -33,8 +36,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add `x` to `residual` in place, in their dtype, and return `rms_norm` of the stored sum.
 
-    residual: shaped as `x`. No gradient: training keeps its residuals in megatron. Moves x and residual in, the sum and
-    its norm out.
+    No gradient: training keeps its residuals in megatron. Moves x and residual in, the sum and its norm out.
+
+    Args:
+        residual: shaped as `x`.
     """
     gap = "" if residual.is_contiguous() else "a non-contiguous residual"
     if use_triton("add_rms_norm", x, unless=_norm_reason(x) or gap):
@@ -96,9 +101,12 @@ def _norm_reason(x: Tensor) -> str:
 def swiglu(x: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return silu(gate) * up of `x` (..., 2 m) = [gate, up], times `weights` (...) fp32: (..., m), in the dtype of `x`.
 
-    x: fp32, bf16 or fp16. Computed in fp32 and rounded once on a GPU, after each of the steps elsewhere. Moves x in
-    and the result, half as large, out: about 6 operations per result. For the backward pass only the inputs are kept;
-    it moves x and the gradient in, that of x out: about 12 operations. Raises ValueError for odd rows.
+    Computed in fp32 and rounded once on a GPU, after each of the steps elsewhere. Moves x in and the result, half as
+    large, out: about 6 operations per result. For the backward pass only the inputs are kept; it moves x and the
+    gradient in, that of x out: about 12 operations. Raises ValueError for odd rows.
+
+    Args:
+        x: fp32, bf16 or fp16.
     """
     if x.size(-1) % 2:
         raise ValueError(f"rows of {x.size(-1)} are not two halves; gate and up must have one width")
@@ -141,13 +149,17 @@ MOST_DIMENSIONS = 4  # maximum dimensions of the kernel
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x` (tokens, ..., heads, head_dim): element i pairs with element i + head_dim / 2, eq. 34 of the paper in
-    another order of the elements. Narrower angles rotate the first numbers of a head, which are as wide as two of them.
+    another order of the elements. Narrower angles rotate the first numbers of a head, which are as wide as two of
+    them.
 
-    `cos` and `sin` (tokens, ..., head_dim / 2) fp32: one row per token, the same for all heads; dimensions in between
-    are 1. Computed in fp32, returned contiguous in the dtype of `x`; heads of `x` may be strided, as in a matrix of
-    queries, keys and values. The gradient of a rotation is the reverse rotation. Moves x in and the result out, and 4
-    head_dim bytes of a token's cos and sin in: 3 operations a number, and the same in the backward pass. Raises
-    ValueError for an odd head_dim.
+    Computed in fp32, returned contiguous in the dtype of `x`; heads of `x` may be strided, as in a matrix of queries,
+    keys and values. The gradient of a rotation is the reverse rotation. Moves x in and the result out, and 4 head_dim
+    bytes of a token's cos and sin in: 3 operations a number, and the same in the backward pass. Raises ValueError for
+    an odd head_dim.
+
+    Args:
+        cos, sin: (tokens, ..., head_dim / 2) fp32: one row per token, the same for all heads; dimensions in between are
+            1.
     """
     if x.size(-1) % 2:
         raise ValueError(f"head_dim={x.size(-1)} is odd; rotary embeddings need an even width")

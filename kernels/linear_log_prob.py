@@ -57,13 +57,18 @@ def linear_log_probs(
     """Return log-probs and more of the logits hidden @ weight^T, of which only a part exists at a time, forward and
     backward: some rows (`chunk_rows`), or in Triton some columns.
 
-    hidden: (R, hidden); weight: (V / tp, hidden), this rank's rows; targets: (R, K) int64 and the rest as in
-    `vocab_parallel_log_probs`, and k as in `vocab_parallel_topk_ids`. The gradient of `hidden` is this rank's part, to
-    be summed over the group; that of the weight is summed over the chunks in fp32. Collective over `group`, in the
-    forward pass only.
+    The gradient of `hidden` is this rank's part, to be summed over the group; that of the weight is summed over the
+    chunks in fp32. Collective over `group`, in the forward pass only.
 
     2 R (V / tp) hidden operations forward and 6 backward, a third of them to recompute the logits. At the sizes of
     language models these take longer than the memory traffic.
+
+    The other arguments are those of `vocab_parallel_log_probs`, and k that of `vocab_parallel_topk_ids`.
+
+    Args:
+        hidden: (R, hidden).
+        weight: (V / tp, hidden), this rank's rows.
+        targets: (R, K) int64.
     """
     softmax = SplitSoftmax(group, vocab_size, temperature or 1.0)
     if use_triton("linear_log_prob", hidden, unless=_reason(targets, k)):

@@ -58,13 +58,19 @@ def packed_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(scale q k) v over the tokens of the same sequence up to each query's own position, of these the
-    last `window`; None: all. sinks: (heads,), see `causal_attention`; libraries do not have them.
+    last `window`; None: all.
 
-    query: (T, heads, key_dim); key: (T, KV heads, key_dim); value: (T, KV heads, value_dim), no wider; fp32, bf16 or
-    fp16. The result is (T, heads, value_dim). `scale`: None is 1 / sqrt(key_dim). Moves all of them once; about heads
-    (key_dim + value_dim) operations per pair of tokens of a sequence, two and a half times as many backward.
+    All are fp32, bf16 or fp16. The result is (T, heads, value_dim). Moves all of them once; about heads (key_dim +
+    value_dim) operations per pair of tokens of a sequence, two and a half times as many backward.
 
     Not yet run with a library on a GPU. Without one, tokens are padded to the longest sequence.
+
+    Args:
+        query: (T, heads, key_dim).
+        key: (T, KV heads, key_dim).
+        value: (T, KV heads, value_dim), no wider.
+        scale: None is 1 / sqrt(key_dim).
+        sinks: (heads,), see `causal_attention`; libraries do not have them.
     """
     if sinks is None and is_fused(query):
         return by_library(query, key, value, sequences.bounds, sequences.longest, scale, window)
@@ -183,7 +189,9 @@ def causal_attention(
     """Attention of `query` (N, heads, L, d) to `key` and `value` (N, KV heads, L, d) up to each query's own position,
     of these the last `window`: (N, heads, L, d). A window takes products of at most window x 2 window numbers.
 
-    sinks: (heads,), the score of one more key whose value is 0 (Agarwal et al. 2025, arXiv:2508.10925, section 2.3).
+    Args:
+        sinks: (heads,), the score of one more key whose value is 0 (Agarwal et al. 2025, arXiv:2508.10925, section
+            2.3).
     """
     if sinks is not None:
         scale, width = scale or query.size(-1) ** -0.5, value.size(-1)

@@ -119,8 +119,10 @@ def find_bounds(
     bound.
 
     The bound is built from its highest bits down, two at a time: the highest that enough ids, or enough mass, reach.
-    `kept_mass`: the mass of each chunk that is kept, relative to the row's maximum; `before`: how many ids before the
-    chunk rank at the bound.
+
+    Args:
+        kept_mass: the mass of each chunk that is kept, relative to the row's maximum.
+        before: how many ids before the chunk rank at the bound.
     """
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * WIDTH

@@ -21,10 +21,14 @@ def causal_conv(
     """Return y_t = silu(sum over i of weight[:, i] x_{t - width + 1 + i} + bias) of each channel, over the tokens of
     the same sequence, and the last width - 1 inputs of each sequence.
 
-    x: (T, channels); weight: (channels, width); state: the inputs before the first token of each sequence, (sequences,
-    width - 1, channels); None: 0. lengths: tokens of the sequences, T in all; None: one of each, without gradients.
     Computed in fp32, returned in the dtype of `x`. Moves x in and the result out, 2 width operations a number; the
     backward pass computes the sums again, so that only x is kept. No gradient flows back from the last inputs.
+
+    Args:
+        x: (T, channels).
+        weight: (channels, width).
+        lengths: tokens of the sequences, T in all; None: one of each, without gradients.
+        state: the inputs before the first token of each sequence, (sequences, width - 1, channels); None: 0.
     """
     before = weight.size(1) - 1
     if state is None:

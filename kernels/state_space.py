@@ -33,15 +33,20 @@ def state_space(
     """Return y_t = S_t c_t + skip x_t with S_t = exp(dt_t rate) S_{t-1} + dt_t x_t b_t^T, for the tokens t of each
     sequence, and the last S of each.
 
-    x: (T, heads, head_dim); b, c: (T, groups, state_dim), each for consecutive heads; fp32, bf16 or fp16. dt: (T,
-    heads) fp32. rate, skip: (heads,) fp32, rates are negative. lengths: tokens of the sequences, T in all. state: S
-    before the first token of each, (sequences, heads, head_dim, state_dim) fp32; None: 0. The output has the size and
-    dtype of `x`. Computed in fp32, in chunks of up to 64 tokens (section 6): about heads (4 head_dim state_dim + 2
-    chunk head_dim) + 2 groups chunk state_dim operations a token, three times as many backward, where the chunks are
-    computed again: only inputs are kept.
+    x, b and c are fp32, bf16 or fp16; the output has the size and dtype of `x`. Computed in fp32, in chunks of up to 64
+    tokens (section 6): about heads (4 head_dim state_dim + 2 chunk head_dim) + 2 groups chunk state_dim operations a
+    token, three times as many backward, where the chunks are computed again: only inputs are kept.
 
     On CUDA by `mamba-ssm` if it is installed; not run, because no machine with a GPU had it. Its kernel does not return
     the last states if it has gradients; they are None then.
+
+    Args:
+        x: (T, heads, head_dim).
+        dt: (T, heads) fp32.
+        rate, skip: (heads,) fp32, rates are negative.
+        b, c: (T, groups, state_dim), each for consecutive heads.
+        lengths: tokens of the sequences, T in all.
+        state: S before the first token of each, (sequences, heads, head_dim, state_dim) fp32; None: 0.
     """
     if is_fused(x, b):
         return _fused(x, dt, rate, b, c, skip, lengths, state)

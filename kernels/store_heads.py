@@ -49,10 +49,14 @@ def is_fused(mixed: Tensor, keys: Tensor) -> bool:
 def store_heads(mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor, slots: CacheSlots) -> Tensor:
     """Write the rotated keys and the values of n tokens to the cache, and return the rotated queries.
 
-    mixed: (n, KV heads x (queries of a head + 2) x head_dim), fp32, bf16 or fp16: queries, key and value of each KV
-    head. cos, sin: fp32 (n, head_dim / 2), contiguous. Returns (n, KV heads, queries of a head, head_dim) in the dtype
-    of `mixed`; the cache may have it in float8_e4m3fn (not yet run on a GPU). Rounds after the bias, the norm and the
-    rotation, as these do one by one. No gradient. Moves the product in, and as much out; 3 to 10 operations a number.
+    Returns (n, KV heads, queries of a head, head_dim) in the dtype of `mixed`; the cache may have it in float8_e4m3fn
+    (not yet run on a GPU). Rounds after the bias, the norm and the rotation, as these do one by one. No gradient. Moves
+    the product in, and as much out; 3 to 10 operations a number.
+
+    Args:
+        mixed: (n, KV heads x (queries of a head + 2) x head_dim), fp32, bf16 or fp16: queries, key and value of each KV
+            head.
+        cos, sin: fp32 (n, head_dim / 2), contiguous.
     """
     if is_fused(mixed, slots.keys):
         from hpcrl.kernels.store_heads_triton import store_heads as fused

@@ -33,7 +33,11 @@ SHOWN = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r</script><script>alert(1)</script
 
 
 def model(place: Place, **files: Any) -> Path:
-    """A model directory; files: text, a value of JSON, or a function that makes the file; `__` stands for a dot."""
+    """A model directory.
+
+    Args:
+        files: each a text, a value of JSON, or a function that makes the file; `__` in a name stands for a dot.
+    """
     folder = place.theirs / "model"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(TOKENIZER, folder)

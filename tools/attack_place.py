@@ -70,8 +70,12 @@ class Place:
     def python(
         self, *arguments: str | Path, codes: tuple[int, ...] = (0, 2), cwd: Path | None = None, lines: int = 4
     ) -> str:
-        """Run Python, with "y" as the answer to each question. codes: exit codes of a command that handles its input.
-        lines: those of its stderr, where it ends with 2."""
+        """Run Python, with "y" as the answer to each question.
+
+        Args:
+            codes: exit codes of a command that handles its input.
+            lines: those of its stderr, where it ends with 2.
+        """
         environment = {
             **{name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ},
             "HOME": str(self.home),

@@ -96,7 +96,8 @@ def lines(section: Section, prefix: str = "") -> Iterator[str]:
 def rows(section: Section | type[Section], prefix: str) -> Iterator[tuple[str, str, str, str]]:
     """Key, type, default and description of every key of a section, nested ones included.
 
-    section: with the values that are its defaults in this place, or a class, whose own defaults count.
+    Args:
+        section: with the values that are its defaults in this place, or a class, whose own defaults count.
     """
     kind = section if isinstance(section, type) else type(section)
     for name, field in kind.model_fields.items():

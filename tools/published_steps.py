@@ -76,7 +76,11 @@ def predicted(row: Mapping[str, Any], tree: Mapping[str, Any], engine: Mapping[s
 
 
 def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], engine: Mapping[str, int] | None = None) -> TrainingPlan:
-    """The row as a job. engine: another layout of the engine."""
+    """The row as a job.
+
+    Args:
+        engine: another layout of the engine.
+    """
     machine = read_machine(row["machine"])
     job = TrainingPlan(with_keys(load_config(TEMPLATE), _keys(row, tree, machine, engine or row["engine"])))
     if (share := row.get("memory", SHARE)) is None:
@@ -84,8 +88,8 @@ def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], engine: Mapping[str,
     # vLLM's share is of the whole memory, hpcrl's of what the engine's weights leave
     weights = JobTimes(job, machine, Lengths.fixed(1, 1)).engine_bytes / job.layouts["rollout"].tp
     assert machine.device.memory_gib is not None
-    left = max(1.0, share * machine.device.memory_gib - weights / GIB)
-    return TrainingPlan(with_keys(job.config, {"rollout.kv_cache_gib": left}))
+    cache_gib = max(1.0, share * machine.device.memory_gib - weights / GIB)
+    return TrainingPlan(with_keys(job.config, {"rollout.kv_cache_gib": cache_gib}))
 
 
 def _keys(

@@ -73,15 +73,17 @@ class AdvEstimator:
     ) -> Result:
         """Advantages and returns, both (B, T) in the dtype of the rewards; inputs are left as they are.
 
-        token_level_rewards: (B, T), right-padded with 0, integers count as fp32. response_mask: (B, T), 1 on tokens
-        the model wrote.
-        params: an instance of the estimator's parameter dataclass.
-        tensors: all of `inputs`, some of `optional`, nothing else; one that is None counts as not given:
-        index: ids (B,), samples of one prompt share one and all of them are on this replica; values: (B, T), before
-        each token; reward_baselines: (B,); old_log_probs, sum_pi_squared, rollout_is_weights: (B, T);
-        reward_components: {key: (B,)}. They may be arrays and lists too. reduce: sums fp64 tensors over the
-        data-parallel replicas.
         NaN and infinities where the mask is 0 count as 0.
+
+        Args:
+            token_level_rewards: (B, T), right-padded with 0, integers count as fp32.
+            response_mask: (B, T), 1 on tokens the model wrote.
+            params: an instance of the estimator's parameter dataclass.
+            reduce: sums fp64 tensors over the data-parallel replicas.
+            tensors: all of `inputs`, some of `optional`, nothing else; one that is None counts as not given. They may
+                be arrays and lists too. `index`: ids (B,), samples of one prompt share one and all of them are on this
+                replica; `values`: (B, T), before each token; `reward_baselines`: (B,); `old_log_probs`,
+                `sum_pi_squared`, `rollout_is_weights`: (B, T); `reward_components`: {key: (B,)}.
         """
         for name, value in (("token_level_rewards", token_level_rewards), ("response_mask", response_mask)):
             if not isinstance(value, torch.Tensor):
@@ -146,8 +148,10 @@ def register_adv_est(name: str, params: type | None = None) -> Callable[[Callabl
     The function gets (token_level_rewards, response_mask) and by keyword what its signature names: `params`, single
     fields of it, `reduce`, and tensors: required without a default, optional with one.
 
-    params: a frozen dataclass (see `hpcrl.algorithms.parameters`). Its keys are `algorithm.<name>.<field>`; fields that
-    it inherits from a built-in declaration, such as `Gae`, have the values of `algorithm` unless set there.
+    Args:
+        params: a frozen dataclass (see `hpcrl.algorithms.parameters`). Its keys are `algorithm.<name>.<field>`; fields
+            that it inherits from a built-in declaration, such as `Gae`, have the values of `algorithm` unless set
+            there.
     """
 
     def register(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -172,12 +176,13 @@ def advantage(
 ) -> Result:
     """Advantages and returns, both (B, T), of a whole batch, by the estimator that the YAML calls `name`.
 
-    config: keys of verl's `algorithm` section, nested or dotted, or a whole config that has one; those that the
-    estimator does not read are ignored, unknown ones are a ValueError. tensors: what the estimator needs
-    (`AdvEstimator.__call__` says of which shape), and `gamma` and `lam` where it uses them, which win over the config;
-    anything else is a TypeError.
-
     >>> advantage("grpo", {"norm_adv_by_std_in_grpo": False}, token_level_rewards=r, response_mask=m, index=uid)
+
+    Args:
+        config: keys of verl's `algorithm` section, nested or dotted, or a whole config that has one; those that the
+            estimator does not read are ignored, unknown ones are a ValueError.
+        tensors: what the estimator needs (`AdvEstimator.__call__` says of which shape), and `gamma` and `lam` where it
+            uses them, which win over the config; anything else is a TypeError.
     """
     from hpcrl.algorithms.token_advantages import AlgorithmParameters
 

@@ -34,14 +34,16 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor, reduce: Reduce = one_replica) -> Tensor:
     """(x - mean) * rsqrt(var + 1e-8) with mean and unbiased variance of the valid tokens of all replicas.
 
-    x, mask: (B, T); B may be 0 on a replica, which calls `reduce` (two times) like the others. The variance is taken
-    in a second pass, all sums in fp64, so that the split over replicas does not show. Fewer than two valid tokens on
-    all replicas give 0 everywhere (verl raises).
+    The variance is taken in a second pass, all sums in fp64, so that the split over replicas does not show. Fewer than
+    two valid tokens on all replicas give 0 everywhere (verl raises).
 
     Quirks of verl: tokens with mask 0 are shifted and scaled like the others, so a caller that needs 0 there masks the
     result; means divide by count + 1e-8; what is done with the count is done in the dtype of the mask, fp32 for
     integers, which shows under fp64 values. One that is not followed: under fp32 verl sums in fp32, and where all
     values are equal what it returns is that rounding error times 1e4; here it is 0.
+
+    Args:
+        x, mask: (B, T); B may be 0 on a replica, which calls `reduce` (two times) like the others.
     """
     values, outside, weight = x.double(), mask == 0, mask.double()
     count, total = reduce(torch.stack([weight.sum(), (values.masked_fill(outside, 0.0) * weight).sum()]))
@@ -99,13 +101,16 @@ class LossNorm:
 def agg_loss(token_loss: Tensor, response_mask: Tensor, mode: str, norm: LossNorm) -> Tensor:
     """This part's share of the loss, a scalar: the sum over all micro-batches and replicas is the loss.
 
-    token_loss, response_mask: (B, T). There is no factor dp_size: gradients are summed over replicas, not averaged.
+    There is no factor dp_size: gradients are summed over replicas, not averaged.
     With l the token losses, m the mask, N tokens and B sequences of the global mini-batch:
     token-mean: sum(l m) / N (DAPO, arXiv 2503.14476, eq. 12); token-sum: sum(l m);
     seq-mean-token-sum: sum(l m) / B; seq-mean-token-sum-norm: that / loss_scale_factor (Dr.GRPO, arXiv 2503.20783);
     seq-mean-token-mean: sum over sequences of [sum_t(l m) / (sum_t m + 1e-8)] / B (GRPO, arXiv 2402.03300, eq. 3).
     Quirk kept from verl: the 1e-8 has the mask's dtype, so it is lost in fp32. Not kept: without any token verl
     divides 0 by 0; here the share is 0.
+
+    Args:
+        token_loss, response_mask: (B, T).
     """
     match mode:
         case "token-mean":

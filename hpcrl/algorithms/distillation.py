@@ -95,8 +95,9 @@ def register_distillation_loss(
 ) -> Callable[[LossFunction], LossFunction]:
     """Make `distillation.distillation_loss.loss_mode=<name>` call the decorated function.
 
-    params: a frozen dataclass that extends `Distillation`. The keys of its own fields are
-    `distillation.distillation_loss.<name>.<field>`.
+    Args:
+        params: a frozen dataclass that extends `Distillation`. The keys of its own fields are
+            `distillation.distillation_loss.<name>.<field>`.
     """
 
     def register(function: LossFunction) -> LossFunction:
@@ -184,8 +185,11 @@ def teachers_likeliest(inputs: Distilled, cfg: Distillation) -> tuple[Tensor, di
 def forward_kl_topk(student_topk: Tensor, teacher_topk: Tensor, log_prob_min_clamp: float | None = None) -> Tensor:
     """Terms p (log p - log q) of KL(teacher | student) at the teacher's K likeliest tokens, (..., K), in nats.
 
-    student_topk: log q, carries gradients; teacher_topk: log p; both (..., K), first clamped from below (no gradient
-    there). The probabilities are not normalised over the K.
+    Both inputs are first clamped from below (no gradient there). The probabilities are not normalised over the K.
+
+    Args:
+        student_topk: log q, (..., K), carries gradients.
+        teacher_topk: log p, (..., K).
     """
     if log_prob_min_clamp is not None:
         student_topk = student_topk.clamp(min=log_prob_min_clamp)

@@ -83,7 +83,12 @@ class KLController:
         self.is_adaptive = params.type == "adaptive"
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """current_kl: `actor/reward_kl_penalty` of the whole step; n_samples: sequences of the step."""
+        """Change the weight by the KL of a step, if it is adaptive.
+
+        Args:
+            current_kl: `actor/reward_kl_penalty` of the whole step.
+            n_samples: sequences of the step.
+        """
         if self.is_adaptive and n_samples > 0:
             error = min(max(current_kl / self.params.target_kl - 1, -0.2), 0.2)
             self.value *= 1 + error * n_samples / self.params.horizon

@@ -58,13 +58,16 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 def importance_weights(
     log_ratio: Tensor, response_mask: Tensor, level: str, bounds: Bounds, batch_normalize: bool, reduce: Reduce
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Weights (B, T) and `rollout_corr/rollout_is_*`; log_ratio, response_mask: (B, T), log_ratio 0 where the mask is.
+    """Weights (B, T) and `rollout_corr/rollout_is_*`.
 
     token: exp(log_ratio); sequence: exp(sum over its tokens), the same on each of them; exponents clamped to +-20;
     then truncated or cut by `bounds` (TIS: fengyao.notion.site/off-policy-rl; IcePop: arXiv 2510.18855).
     batch_normalize divides by the mean weight of all tokens (token) or of all sequences with tokens (sequence) of all
     replicas, unless that is below 1e-8. Quirk of verl: in bypass mode it normalises over the ranks' present
     micro-batches, so that its weights depend on the micro-batching; metrics are of the weights before normalising.
+
+    Args:
+        log_ratio, response_mask: (B, T), log_ratio 0 where the mask is.
     """
     if level == "sequence":
         sequence_log_ratio = masked_sum(log_ratio, response_mask, dim=-1)
@@ -150,11 +153,13 @@ def reject(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """The mask without what is rejected by one of the criteria, and `rollout_corr/rollout_rs_*`.
 
-    log_ratio: training - rollout, (B, T), in nats, 0 where response_mask (B, T) is; clamped to +-20. Per token
-    k1 = -log_ratio, k2 = log_ratio^2 / 2, k3 = exp(log_ratio) - 1 - log_ratio (Schulman,
-    joschu.net/blog/kl-approx.html); a sequence's statistic is the sum, mean or maximum over its tokens, and it
-    stays or goes whole. Quirk of verl: rollout_rs_seq_masked_fraction counts empty sequences in its denominator, those
-    of the single options do not.
+    Per token k1 = -log_ratio, k2 = log_ratio^2 / 2, k3 = exp(log_ratio) - 1 - log_ratio (Schulman,
+    joschu.net/blog/kl-approx.html); a sequence's statistic is the sum, mean or maximum over its tokens, and it stays or
+    goes whole. Quirk of verl: rollout_rs_seq_masked_fraction counts empty sequences in its denominator, those of the
+    single options do not.
+
+    Args:
+        log_ratio: training - rollout, (B, T), in nats, 0 where response_mask (B, T) is; clamped to +-20.
     """
     metrics: dict[str, Metric] = {}
     keep = torch.ones_like(response_mask, dtype=torch.bool)

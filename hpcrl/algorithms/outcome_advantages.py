@@ -40,7 +40,12 @@ class Moments(NamedTuple):
 
 
 def group_moments(score: Tensor, group: Tensor) -> Moments:
-    """score: (B,). group: numbers int64 (B,)."""
+    """Return size, mean and standard deviation of each sample's group.
+
+    Args:
+        score: (B,).
+        group: int64 (B,), the number of each sample's group.
+    """
     size = torch.bincount(group).double()
     mean = group_sum(score, group) / size
     squares = group_sum((score.double() - mean[group]).square(), group)
@@ -49,7 +54,11 @@ def group_moments(score: Tensor, group: Tensor) -> Moments:
 
 
 def group_sum(x: Tensor, group: Tensor) -> Tensor:
-    """Return sums over each group's samples of x (B, ...), fp64 (G, ...). group: as for `group_moments`."""
+    """Return sums over each group's samples of x (B, ...), fp64 (G, ...).
+
+    Args:
+        group: as in `group_moments`.
+    """
     count = int(group.max()) + 1 if len(group) else 0
     return x.new_zeros((count, *x.shape[1:]), dtype=torch.float64).index_add(0, group, x.double())
 
@@ -108,10 +117,13 @@ def gdpo(
 ) -> Result:
     """GDPO (arXiv 2601.05242): each reward component is normalised by itself, so that none dominates.
 
-    A = whiten(sum_k w_k GRPO(r_k)), whitened over the tokens of all replicas. reward_components: {key: r_k (B,)}.
+    A = whiten(sum_k w_k GRPO(r_k)), whitened over the tokens of all replicas.
     Quirk of verl: the token rewards are not read, so a KL penalty in them is lost.
     Quirks of verl that are not followed: its trainer never hands norm_adv_by_std_in_grpo to this estimator: leave it
     True for verl's result; and values that are all equal, whitened, are its fp32 rounding error x 1e4, here 0.
+
+    Args:
+        reward_components: {key: r_k (B,)}.
     """
     group = _groups(index, response_mask)
     components = _components(reward_components, gdpo_reward_keys, len(response_mask))

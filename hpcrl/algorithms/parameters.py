@@ -224,10 +224,13 @@ def flat_config(
 ) -> dict[str, Any]:
     """Dotted key -> value of a mapping that may be nested, dotted or both, with or without `section.` in front.
 
-    A config may be a mapping, a dataclass, or have `model_dump` (pydantic); anything else is a TypeError.
-    known: every dotted key of the section; another one is an error. A subsection that is None (`filter_groups: null`)
-    says nothing, so it is left out. passed_over: keys and subsections that are known and of no interest; so are
-    `_target_`, and the other sections of a whole config, which has this section too.
+    A config may be a mapping, a dataclass, or have `model_dump` (pydantic); anything else is a TypeError. A subsection
+    that is None (`filter_groups: null`) says nothing, so it is left out.
+
+    Args:
+        known: every dotted key of the section; another one is an error.
+        passed_over: keys and subsections that are known and of no interest; so are `_target_`, and the other sections
+            of a whole config, which has this section too.
     """
     plain = _plain({} if config is None else config)
     if not isinstance(plain, Mapping):

@@ -19,10 +19,12 @@ class PfPpo:
 def pf_ppo_weights(scores: np.ndarray, params: PfPpo) -> np.ndarray:
     """Weights by which samples are drawn: fp64 (N,) (PF-PPO, arXiv 2409.06957).
 
-    scores: (N,), before a KL penalty (verl: the sum of token_level_scores), of the whole batch over all replicas.
     pow: |score|^weight_pow; max_min: 1 at the highest and the lowest score, else 0; max_random: 0.4 at the highest
-    score, else 0.1; to all of them 1e-8 is added. Quirk of verl: pow prefers very negative scores as it does
-    very positive ones.
+    score, else 0.1; to all of them 1e-8 is added. Quirk of verl: pow prefers very negative scores as it does very
+    positive ones.
+
+    Args:
+        scores: (N,), before a KL penalty (verl: the sum of token_level_scores), of the whole batch over all replicas.
     """
     scores = np.asarray(scores, dtype=np.float64)
     if not len(scores):
@@ -42,8 +44,11 @@ def pf_ppo_weights(scores: np.ndarray, params: PfPpo) -> np.ndarray:
 def pf_ppo_rows(scores: np.ndarray, uniforms: np.ndarray, params: PfPpo) -> np.ndarray:
     """int64 (N,): the sample that stands at each place of the new batch, drawn with replacement.
 
-    uniforms: (N,) in [0, 1), from a generator keyed by seed and step: place i gets the first sample whose cumulative
-    share exceeds uniforms[i]. Nothing else is random, so every layout of ranks draws the same.
+    Nothing else is random, so every layout of ranks draws the same.
+
+    Args:
+        uniforms: (N,) in [0, 1), from a generator keyed by seed and step: place i gets the first sample whose
+            cumulative share exceeds uniforms[i].
     """
     if np.shape(uniforms) != np.shape(scores):
         raise ValueError(f"{np.shape(uniforms)} uniforms for {np.shape(scores)} scores; expected one per place")

@@ -92,11 +92,15 @@ class PolicyLoss:
         generator: torch.Generator | None = None,
     ) -> TokenLosses:
         """Losses before aggregation. All tensors (B, T), B may be 0; log-probs in nats, only `log_prob` carries
-        gradients; response_mask is bool, int or float. params: an instance of the loss's parameter dataclass.
+        gradients; response_mask is bool, int or float.
 
-        Where the mask is 0 the others may hold anything, NaN too. rollout_is_weights: importance weights of training
-        against rollout; they multiply the losses and carry no gradient. generator: for a loss that draws; None is
-        torch's own.
+        Where the mask is 0 the others may hold anything, NaN too.
+
+        Args:
+            params: an instance of the loss's parameter dataclass.
+            rollout_is_weights: importance weights of training against rollout; they multiply the losses and carry no
+                gradient.
+            generator: for a loss that draws; None is torch's own.
         """
         padding = response_mask == 0
         log_prob, old_log_prob, advantages = (
@@ -130,8 +134,9 @@ def register_policy_loss(name: str, params: type = DualClip) -> Callable[[LossFu
     returns `TokenLosses`. If its signature names `generator` it gets that too; if it names `rollout_is_weights` it gets
     them and weights its losses itself.
 
-    params: a frozen dataclass (see `hpcrl.algorithms.parameters`). Its keys are `actor.policy_loss.<name>.<field>`;
-    fields that it inherits from `Clip` or `DualClip` have the values of `actor` unless set there.
+    Args:
+        params: a frozen dataclass (see `hpcrl.algorithms.parameters`). Its keys are `actor.policy_loss.<name>.<field>`;
+            fields that it inherits from `Clip` or `DualClip` have the values of `actor` unless set there.
     """
 
     def register(function: LossFunction) -> LossFunction:
@@ -157,9 +162,7 @@ def policy_loss(
     """The loss of a batch that is the whole mini-batch, a scalar with gradients for `log_prob`, and verl's metrics.
 
     All tensors (B, T) in fp32 or fp64, advantages and weights (B, 1) too, log-probs in nats; response_mask bool, int or
-    float, and where it is 0 the others may hold anything. config: verl's keys below `actor`, nested or dotted
-    ("policy_loss.clip_cov_ratio"), or a whole config that has them; keys that no policy loss reads are ignored, unknown
-    ones are a ValueError, and a null is verl's default. Quirks of verl: `clip_ratio_c`, where it is not given, is 20
+    float, and where it is 0 the others may hold anything. Quirks of verl: `clip_ratio_c`, where it is not given, is 20
     for the dppo losses and 3 for the dual clip. clip_cov draws from torch's global generator.
 
     Divisors are `LossNorm.of_whole`, as verl's for one micro-batch. For a micro-batch of a larger mini-batch, give
@@ -167,6 +170,11 @@ def policy_loss(
     does: the losses of the micro-batches then add up to the mini-batch's, times dp_size. Quirk of verl: geo_mean looks
     at none of them. loss_agg_mode is token-mean unless given, for gspo too, where verl's function has
     seq-mean-token-mean.
+
+    Args:
+        config: verl's keys below `actor`, nested or dotted ("policy_loss.clip_cov_ratio"), or a whole config that has
+            them; keys that no policy loss reads are ignored, unknown ones are a ValueError, and a null is verl's
+            default.
     """
     policy = POLICY_LOSSES.get(name)
     params, batch = policy.parameters(config), make(GlobalBatchInfo, _values(config))

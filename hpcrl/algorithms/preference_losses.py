@@ -260,8 +260,11 @@ def log_odds(log_prob: Tensor) -> Tensor:
 def kto(log_ratios: Tensor, labels: Tensor, kl: Tensor, params: Kto) -> Tensor:
     """KTO (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7): losses, (B,).
 
-    log_ratios: log(pi / pi_ref), (B,). labels: bool (B,), whether a response is good. kl: a scalar without gradient, at
-    least 0: the mean log-ratio of responses with other prompts than their own, over the whole mini-batch.
+    Args:
+        log_ratios: log(pi / pi_ref), (B,).
+        labels: bool (B,), whether a response is good.
+        kl: a scalar without gradient, at least 0: the mean log-ratio of responses with other prompts than their own,
+            over the whole mini-batch.
     """
     signs = torch.where(labels, 1.0, -1.0).to(log_ratios.dtype)
     weights = torch.where(labels, params.desirable_weight, params.undesirable_weight).to(log_ratios.dtype)

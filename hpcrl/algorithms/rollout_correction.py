@@ -60,10 +60,12 @@ class Criterion(NamedTuple):
 
 
 def parse_criteria(options: str, threshold: float | str | None) -> tuple[Criterion, ...]:
-    """options: comma separated, repeated ones dropped; threshold: one for all, or as many as options.
-
-    A k1 threshold bounds a ratio: "lower_upper", or u for "1/u_u", kept as logarithms; those of k2 and k3 are upper
+    """A k1 threshold bounds a ratio: "lower_upper", or u for "1/u_u", kept as logarithms; those of k2 and k3 are upper
     bounds. Quirk of verl: k1 is -log_ratio, so that the ratio bounded is rollout / training, not its inverse.
+
+    Args:
+        options: names of criteria, comma separated, repeated ones dropped.
+        threshold: one for all, or as many as options.
     """
     names = list(dict.fromkeys(name.strip() for name in options.split(",") if name.strip()))
     unknown = [name for name in names if name not in OPTIONS]

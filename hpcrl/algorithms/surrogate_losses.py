@@ -60,7 +60,9 @@ def ppo_metrics(
 ) -> dict[str, Metric]:
     """The three metrics that verl logs for most losses; what a loss does not count is 0.
 
-    log_ratio: log(pi / pi_old), of which the mean is `-actor/ppo_kl`. clipped, clipped_lower: bool.
+    Args:
+        log_ratio: log(pi / pi_old), of which the mean is `-actor/ppo_kl`.
+        clipped, clipped_lower: bool.
     """
     nowhere = torch.zeros_like(response_mask, dtype=torch.bool)
     return {

@@ -80,8 +80,11 @@ def reinforce_plus_plus(
 def remax(token_level_rewards: Tensor, response_mask: Tensor, *, reward_baselines: Tensor) -> Result:
     """ReMax (Li et al. 2023, arXiv 2310.10505): reward-to-go minus the reward of the greedy response.
 
-    A_t = G_t - b on tokens the model wrote. reward_baselines: b (B,), of a rollout at temperature 0 of each prompt.
-    Quirk of verl: a masked token has A_t = G_t, without the baseline; its own reward does not count.
+    A_t = G_t - b on tokens the model wrote. Quirk of verl: a masked token has A_t = G_t, without the baseline; its own
+    reward does not count.
+
+    Args:
+        reward_baselines: b (B,), of a rollout at temperature 0 of each prompt.
     """
     returns = reward_to_go(token_level_rewards, response_mask)
     baselines = (reward_baselines[:, None] * response_mask).to(returns.dtype)
@@ -116,12 +119,15 @@ def optimal_token_baseline(
 
     W_t = sum_{j<=t} w_j; w_j = 1 - 2 pi_j + sum_v pi_v^2 is the squared norm of the gradient of log pi_j in the logits,
     so that B_t minimises the variance of the policy gradient (Li et al. 2026, arXiv 2602.07078).
-    pi_j = exp(old_log_probs); sum_pi_squared: sum over the vocabulary of pi_v^2, (B, T); rollout_is_weights rho (B, T)
-    make it rho^2 w_j. With handle_zero_tail, B_t = 0 where only the longest response of a group is left.
+    pi_j = exp(old_log_probs); rollout_is_weights rho (B, T) make it rho^2 w_j. With handle_zero_tail, B_t = 0 where
+    only the longest response of a group is left.
 
     Quirks of verl: a group of one has baseline 0. Returns of masked tokens are G_t, not 0. The zero tail begins at
     position = number of valid tokens of the second longest, which is too early if there are tool tokens in between:
     `tir_optimal_token_baseline` is right there.
+
+    Args:
+        sum_pi_squared: sum over the vocabulary of pi_v^2, (B, T).
     """
     valid = response_mask.bool()
     returns = reward_to_go(token_level_rewards, response_mask)
@@ -169,7 +175,11 @@ def _energy(old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: T
 
 
 def _baseline(returns: Tensor, energy: Tensor, valid: Tensor, group: Tensor, handle_zero_tail: bool) -> Tensor:
-    """B_t of each response, fp64 (B, T). group: numbers (B,) without gaps."""
+    """B_t of each response, fp64 (B, T).
+
+    Args:
+        group: numbers (B,) without gaps.
+    """
     weight = energy.double().masked_fill(~valid, 0.0)
     baseline = group_sum(returns * weight, group) / (group_sum(weight, group) + 1e-8)
     baseline = baseline.masked_fill((torch.bincount(group) == 1)[:, None], 0.0)[group]
@@ -203,8 +213,10 @@ def gigpo(
 
     A = A_grpo + step_advantage_w (G_k - mean) / (std + 1e-6), where G_k is the discounted sum of rewards from turn k
     on, and mean and std are of the turns of the same prompt that begin in the same state. A turn whose state no other
-    has gets A_grpo. turn_states: (B, T), a number of the state before the turn on its last token, 0 elsewhere. Without
-    norm_adv_by_std_in_grpo both are only centered. Both results are A, 0 where the mask is 0.
+    has gets A_grpo. Without norm_adv_by_std_in_grpo both are only centered. Both results are A, 0 where the mask is 0.
+
+    Args:
+        turn_states: (B, T), a number of the state before the turn on its last token, 0 elsewhere.
     """
     whole, _ = grpo(token_level_rewards, response_mask, index=index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
     ends = turn_states != 0
@@ -224,7 +236,11 @@ def gigpo(
 
 
 def discounted_by_turn(rewards: Tensor, ends: Tensor, gamma: float) -> Tensor:
-    """G_k (B, T) fp64 on the last token of each turn k: its reward, and gamma G of the next turn. ends: bool (B, T)."""
+    """G_k (B, T) fp64 on the last token of each turn k: its reward, and gamma G of the next turn.
+
+    Args:
+        ends: bool (B, T).
+    """
     returns = torch.zeros_like(rewards, dtype=torch.float64)
     after = returns.new_zeros(len(rewards))
     for token in range(rewards.size(1) - 1, -1, -1):
@@ -248,8 +264,11 @@ def generalized_advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma:
     V_next and A_next pass through unchanged: such a token has the A of the next unmasked one, and its r and V are
     ignored.
 
-    rewards, values, mask: (S, T). Returns A (S, T) in the dtype that rewards and values promote to. All that does not
-    need A is computed for all positions at once.
+    Returns A (S, T) in the dtype that rewards and values promote to. All that does not need A is computed for all
+    positions at once.
+
+    Args:
+        rewards, values, mask: (S, T).
     """
     rewards, values = rewards.detach(), values.detach()
     values, valid = values.to(torch.promote_types(values.dtype, rewards.dtype)), mask.bool()

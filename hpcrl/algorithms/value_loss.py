@@ -31,10 +31,13 @@ def value_loss(
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, num_pairs: float) -> tuple[Tensor, dict[str, Metric]]:
     """This part's share of the loss, a scalar: the sum over all micro-batches and replicas is the loss.
 
-    chosen, rejected: (B,) scores of the two answers of each pair. num_pairs: B over the whole batch.
     sum -log sigmoid(r_chosen - r_rejected) / num_pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155,
     eq. 1). Metrics: accuracy (the share of pairs whose chosen answer scores higher; a tie counts as wrong), margin
     (r_chosen - r_rejected), reward_chosen and reward_rejected, each averaged over pairs.
+
+    Args:
+        chosen, rejected: (B,) scores of the two answers of each pair.
+        num_pairs: B over the whole batch.
     """
     margin = chosen - rejected
     every = torch.ones_like(margin)

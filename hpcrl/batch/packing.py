@@ -41,9 +41,13 @@ def balanced_assignment(
 ) -> np.ndarray:
     """Replica of each sample, int32 (N,), such that the sums of weights are nearly equal over k replicas.
 
-    weights: int64 (N,), work of each sample, such as its tokens. groups: (N,) of any type; samples of one group go to
-    one replica. mini_batches: int (N,); each mini-batch is balanced separately, and its heavier shares go to the
-    replicas with the least work from earlier ones. Counts may be uneven, and replicas may get no samples.
+    Counts may be uneven, and replicas may get no samples.
+
+    Args:
+        weights: int64 (N,), work of each sample, such as its tokens.
+        groups: (N,) of any type; samples of one group go to one replica.
+        mini_batches: int (N,); each mini-batch is balanced separately, and its heavier shares go to the replicas with
+            the least work from earlier ones.
     """
     weights = np.asarray(weights)
     size = len(weights)
@@ -120,11 +124,14 @@ def mini_batch_of(
 def micro_batches(lengths: np.ndarray, max_tokens: int, count: int | None = None) -> list[np.ndarray]:
     """Divide sequences over as few micro-batches as the token budget allows, balanced by tokens.
 
-    lengths: integers (N,), tokens of each sequence. max_tokens: tokens of one micro-batch at most.
-    count: how many micro-batches to make (the most any replica needs); at least as many as this replica needs.
-    Returns int64 arrays of row numbers, ascending inside each; the smallest micro-batches are at both ends of the
-    list, where a pipeline fills and drains. With a count above N some are empty. Takes O(N log^2 N) steps.
-    Raises ValueError if a sequence is longer than max_tokens, or count is too small.
+    Returns int64 arrays of row numbers, ascending inside each; the smallest micro-batches are at both ends of the list,
+    where a pipeline fills and drains. With a count above N some are empty. Takes O(N log^2 N) steps. Raises ValueError
+    if a sequence is longer than max_tokens, or count is too small.
+
+    Args:
+        lengths: integers (N,), tokens of each sequence.
+        max_tokens: tokens of one micro-batch at most.
+        count: how many micro-batches to make (the most any replica needs); at least as many as this replica needs.
     """
     size = np.asarray(lengths, dtype=np.int64)
     if size.size and size.max() > max_tokens:

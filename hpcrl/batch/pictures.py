@@ -46,8 +46,12 @@ class PicturePlaces:
 
     @staticmethod
     def of_samples(samples: Sequence[Sequence[tuple[int, Picture]]]) -> PicturePlaces:
-        """samples: the key and the place of each picture of each sample. Equal keys are one picture; the distinct ones
-        are in the order in which they come first."""
+        """Return the places of the pictures of samples. Equal keys are one picture; the distinct ones are in the order
+        in which they come first.
+
+        Args:
+            samples: the key and the place of each picture of each sample.
+        """
         distinct: dict[int, Picture] = {}
         for sample in samples:
             for key, picture in sample:
@@ -87,7 +91,11 @@ class PictureColumn(PicturePlaces):
 
     @classmethod
     def of(cls, places: PicturePlaces, values: Sequence[np.ndarray], *, are_features: bool = False) -> PictureColumn:
-        """values: an array for each distinct picture, of any shape."""
+        """Return the column of the pictures at `places`.
+
+        Args:
+            values: an array for each distinct picture, of any shape.
+        """
         rows = Ragged.from_rows([each.reshape(-1) for each in values], np.float32)
         return cls(**vars(places), values=rows, are_features=are_features)
 

@@ -159,7 +159,11 @@ class Ragged:
 
     @classmethod
     def from_lengths(cls, values: ArrayLike, lengths: Rows) -> Ragged:
-        """Rows that are end to end already, not copied if `values` is an array. lengths: integers (N,)."""
+        """Rows that are end to end already, not copied if `values` is an array.
+
+        Args:
+            lengths: integers (N,).
+        """
         size = row_index(lengths)
         offsets = np.zeros(len(size) + 1, np.int64)
         np.cumsum(size, out=offsets[1:])

@@ -86,8 +86,10 @@ class Derived(RoleLayouts):
 def check(config: Config, world_size: int, *, own_roles: Sequence[RoleSpec] = ()) -> Derived:
     """Derived values of `hpcrl train` on `world_size` ranks; ConfigError with one line for an impossible combination.
 
-    own_roles: those that a job adds. Loads run.plugins. Without torch, an estimator or a loss of a plugin that needs it
-    is not checked.
+    Loads run.plugins. Without torch, an estimator or a loss of a plugin that needs it is not checked.
+
+    Args:
+        own_roles: roles that a job adds.
     """
     algorithm, actor, critic, data = config.algorithm, config.actor, config.critic, config.data
     chosen = {"algorithm": algorithm.adv_estimator, "actor.policy_loss": loss_mode(config)}

@@ -54,7 +54,8 @@ Class = TypeVar("Class", bound="type[EngineSpec]")
 def register_engine(name: str, params: type = NoParameters) -> Callable[[Class], Class]:
     """Make `rollout.engine=<name>` use the decorated class, of which one instance is made.
 
-    params: a frozen dataclass (see `hpcrl.algorithms.parameters`), whose keys are `rollout.<name>.<field>`.
+    Args:
+        params: a frozen dataclass (see `hpcrl.algorithms.parameters`), whose keys are `rollout.<name>.<field>`.
     """
 
     def register(engine: Class) -> Class:

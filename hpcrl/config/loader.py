@@ -18,10 +18,13 @@ from hpcrl.sandbox.foreign_files import MOST_CONFIG, ForeignFileError, read_text
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = (), schema: type[Config] = Config) -> Config:
     """The config of a YAML file (None: the defaults), of the files that it extends, and of overrides such as
-    `actor.optim.lr=2e-6`. schema: its class.
+    `actor.optim.lr=2e-6`.
 
     Later wins: extended file, file, overrides from left to right. Mappings are merged, all else is replaced.
     Raises ConfigError with a line for each unknown key and wrong value: where, what was found, what was expected.
+
+    Args:
+        schema: class of the config.
     """
     return validated(_tree(path, overrides), schema)
 

@@ -40,15 +40,18 @@ FAMILIES = {  # the section with the parameters of plugins, each under its name 
 def check_algorithms(config: Config, chosen: Mapping[str, str]) -> dict[str, Any]:
     """Load run.plugins, check all parameters, and return the registered entries of the algorithms `chosen`.
 
-    chosen: key of FAMILIES -> name. An entry is missing if its plugin needs torch, which is not installed here.
+    An entry is missing if its plugin needs torch, which is not installed here.
+
+    Args:
+        chosen: key of FAMILIES -> name.
     """
     is_complete = load_plugins(config)
-    found = {}
+    entries = {}
     for path, name in chosen.items():
         if is_complete or name in FAMILIES[path].registry.names():
             parameters(config, path, name)
-            found[path] = FAMILIES[path].registry.get(name)
-    return found
+            entries[path] = FAMILIES[path].registry.get(name)
+    return entries
 
 
 def load_plugins(config: Config) -> bool:
@@ -107,7 +110,11 @@ def _check_optimizer(path: str, optim: OptimConfig) -> None:
 
 
 def _wrong_mappings(section: Section, path: str, declared: Mapping[str, type], is_complete: bool) -> Iterator[str]:
-    """Lines about the mappings of an open section; `is_complete`: all that may have one is in `declared`."""
+    """Lines about the mappings of an open section.
+
+    Args:
+        is_complete: whether all that may have a mapping is in `declared`.
+    """
     for name, given in (section.__pydantic_extra__ or {}).items():
         keys = (*path.split("."), name)
         if name in declared:

@@ -114,7 +114,9 @@ def _check_reward(config: Config) -> None:
 def check_judge(config: Config, *, compared: int, greedy: bool = False) -> None:
     """ConfigError with one line where the judge of a job cannot work.
 
-    compared: responses to a prompt that are scored together. greedy: a lone response per prompt is scored too.
+    Args:
+        compared: responses to a prompt that are scored together.
+        greedy: whether a lone response per prompt is scored too.
     """
     judge = config.reward.judge
     if not judge.enable:

@@ -73,8 +73,10 @@ COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt"
 def read_commands(text: str, file: str, given: Mapping[str, str]) -> tuple[list[Command], list[str]]:
     """The Python programs that a script starts, and a line for each argument that belongs to no command.
 
-    given: variables whose values replace those of the script. Raises ConfigError, a line for each value that cannot be
-    read.
+    Raises ConfigError, a line for each value that cannot be read.
+
+    Args:
+        given: variables whose values replace those of the script.
     """
     try:
         script = Script(text, file, given)
@@ -136,7 +138,11 @@ class Script:
         return index
 
     def after(self, text: str, index: int, end: str = "") -> int:
-        """The index after the character, quotation or expansion that begins here; end: of what it stands in."""
+        """The index after the character, quotation or expansion that begins here.
+
+        Args:
+            end: the end of the quotation or expansion that it stands in.
+        """
         char = text[index]
         if char == "\\":
             return index + 2

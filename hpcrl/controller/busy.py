@@ -36,7 +36,11 @@ class MemoryUse(NamedTuple):
 
 
 class MemoryLedger:
-    """Records the peak memory of each phase. device: returns the first two of a `MemoryUse`, since its last call."""
+    """Records the peak memory of each phase.
+
+    Args:
+        device: returns the first two fields of a `MemoryUse`, since its last call.
+    """
 
     def __init__(self, device: Callable[[], tuple[int, int]] | None = None) -> None:
         self._device = device or accelerator.take_peak_bytes

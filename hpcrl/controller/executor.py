@@ -186,7 +186,11 @@ class Executor:
         layouts: Mapping[str, Layout],
         trace: RankTrace | None = None,
     ) -> None:
-        """trace: where this rank's trace is written, if the job records one. Collective over the world."""
+        """Collective over the world.
+
+        Args:
+            trace: where this rank's trace is written, if the job records one.
+        """
         self.world = world
         self.trace = trace
         self.workers = workers

@@ -121,7 +121,8 @@ class Worker:
     def build(cls, team: Any, role: str) -> Worker | None:
         """Make this rank's worker of the role; None outside the role's ranks. Collective over the world.
 
-        team: a `hpcrl.workers.team.Team`, with the workers that were built before.
+        Args:
+            team: a `hpcrl.workers.team.Team`, with the workers that were built before.
         """
         raise NotImplementedError(f"{cls.__name__} has no build(team, role)")
 

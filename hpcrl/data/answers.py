@@ -130,8 +130,9 @@ CHOSEN, REJECTED = 0, 1  # the sides of a pair
 class AnswerDataset(PromptDataset):
     """Prompts with an answer in each of `columns`: one for SFT, the chosen and the rejected one for preferences.
 
-    columns: key of the config -> the column that it names. Side i of a row is its answer in the i-th column. which:
-    `images` and `only`, as of PromptDataset.
+    Args:
+        columns: key of the config -> the column that it names. Side i of a row is its answer in the i-th column.
+        which: `images` and `only`, as in PromptDataset.
     """
 
     def __init__(
@@ -176,8 +177,9 @@ class AnswerDataset(PromptDataset):
 class LabelledDataset(AnswerDataset):
     """Prompts with one answer each that is good or bad, as TRL's KTO takes them.
 
-    data, which: arguments of AnswerDataset. label: key of the config, and the column that it names, which holds true or
-    false, or 1 or 0.
+    Args:
+        label: key of the config, and the column that it names, which holds true or false, or 1 or 0.
+        data, which: arguments of AnswerDataset.
     """
 
     def __init__(self, *data: Any, label: tuple[str, str], **which: Any) -> None:

@@ -149,7 +149,12 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
 class ChatTemplate:
-    """A template, or the tokenizer's own. options: further arguments of it. keys: of the config, for error messages."""
+    """A template, or the tokenizer's own.
+
+    Args:
+        options: further arguments of the template.
+        keys: keys of the config, for error messages.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template: str | None, options: Mapping[str, Any], keys: str

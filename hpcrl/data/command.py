@@ -28,7 +28,11 @@ EXAMPLE_CHARACTERS = 100  # of a prompt
 
 
 def main(arguments: list[str], load_job: Callable[[str], Any]) -> NoReturn:
-    """load_job: from the name of a job to its class."""
+    """Run `hpcrl data`.
+
+    Args:
+        load_job: returns the class of a job, given its name.
+    """
     sources = all_sources()
     parsed = parser_of(sources).parse_args(arguments)
     if not is_first_launched(os.environ):

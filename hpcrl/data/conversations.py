@@ -282,7 +282,11 @@ class Conversations:
 
 
 def _messages(value: Any, where: str, key: str, with_parts: bool) -> list[dict[str, Any]]:
-    """The messages of a row. with_parts: contents may be lists."""
+    """The messages of a row.
+
+    Args:
+        with_parts: whether contents may be lists.
+    """
     messages = messages_of(value, with_parts)
     if messages is None:
         raise InputError(
@@ -310,7 +314,11 @@ def _with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _tools(value: Any, where: str) -> dict[str, Any]:
-    """The template's option `tools`, none if the row has no tool. value: a list of JSON schemas, or its JSON text."""
+    """The template's option `tools`, none if the row has no tool.
+
+    Args:
+        value: a list of JSON schemas, or its JSON text.
+    """
     tools = value
     if isinstance(value, str):
         try:

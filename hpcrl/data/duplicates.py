@@ -95,12 +95,14 @@ def find_duplicates(
 ) -> Duplicates:
     """Compare each training prompt with each validation prompt.
 
-    pictures: `picture_key` of each training and validation prompt. Prompts with different pictures are no duplicates.
-
     Exact duplicates have equal `normalised` texts. Near duplicates have a Jaccard similarity of at least `threshold`
     between their sets of NUM_WORDS successive words. Instruction text does not count: words that all prompts begin or
     end with, and shingles that are in too many prompts (COMMON_COUNT, COMMON_SHARE). Similarities are exact, found with
     an inverted index.
+
+    Args:
+        pictures: `picture_key` of each training and validation prompt. Prompts with different pictures are no
+            duplicates.
     """
     index: dict[tuple[str, str], int] = {}
     train_keys, val_keys = (repeat(""), repeat("")) if pictures is None else pictures
@@ -125,7 +127,11 @@ def find_duplicates(
 
 
 def equal_problems(train: np.ndarray, val: np.ndarray) -> Duplicates:
-    """Rows whose problem is in the other set, too, as exact duplicates. train, val: a number per problem, (rows,)."""
+    """Rows whose problem is in the other set, too, as exact duplicates.
+
+    Args:
+        train, val: a number per problem, (rows,).
+    """
     train_exact, val_exact = np.isin(train, val), np.isin(val, train)
     rows = np.flatnonzero(train_exact)[:MAX_EXAMPLES].tolist()
     examples = (Example(row, int(np.flatnonzero(val == train[row])[0]), 1.0) for row in rows)
@@ -198,7 +204,11 @@ def similar_pairs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pairs of a left and another, right text whose sets of shingles have at least this Jaccard similarity.
 
-    owners, ids: of `shingles`. is_left, is_right: bool (texts,). Returns left and right texts, int64, and similarities.
+    Returns left and right texts, int64, and similarities.
+
+    Args:
+        owners, ids: as `shingles` returns them.
+        is_left, is_right: bool (texts,).
     """
     num_texts = len(is_left)
     sizes = np.bincount(owners, minlength=num_texts)

@@ -116,9 +116,12 @@ READY = "ready"  # nothing is added
 
 
 def recognised(path: str, columns: Collection[str], name: str = "auto") -> str:
-    """The format of a file with these columns: READY, or a name in FORMATS. name: data.format.
+    """The format of a file with these columns: READY, or a name in FORMATS.
 
     Raises InputError if several formats fit, or if the columns of the one that is named are missing.
+
+    Args:
+        name: the value of data.format.
     """
     if name in FORMATS:
         if missing := [column for column in FORMATS[name].needs if column not in columns]:

@@ -61,8 +61,11 @@ class Limits(NamedTuple):
 class ImageProcessor:
     """Opens, resizes and normalises pictures, and cuts them into patches, as Qwen2VLImageProcessor of transformers.
 
-    table: the normalised value of each of the 256 values of a pixel, float32 (3, 256). resample: Pillow's filter.
     A process that gets it by pickle needs no transformers.
+
+    Args:
+        table: the normalised value of each of the 256 values of a pixel, float32 (3, 256).
+        resample: Pillow's filter.
     """
 
     def __init__(self, table: np.ndarray, resample: int, limits: Limits, vision: Vision, max_image_pixels: int) -> None:
@@ -100,7 +103,11 @@ class ImageProcessor:
         return images
 
     def open(self, value: Any, folder: str = "") -> Image.Image:
-        """Return a picture of a data file in RGB. folder: of relative paths. Raises BadImage."""
+        """Return a picture of a data file in RGB. Raises BadImage.
+
+        Args:
+            folder: where relative paths begin.
+        """
         return open_picture(value, folder, self._max_source)
 
     def grid(self, width: int, height: int, limits: Limits | None = None) -> Grid:

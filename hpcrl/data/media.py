@@ -84,7 +84,8 @@ class MediaReader:
     def place(self, prompt: Any, row: Row) -> Any:
         """Return the prompt with a placeholder per entry. Takes the row's pictures in order. Raises BadImage.
 
-        prompt: text, or messages. In text, `<image>` and `<video>` stand for the next one.
+        Args:
+            prompt: text, or messages. In text, `<image>` and `<video>` stand for the next one.
         """
         if isinstance(prompt, str):
             tags = {text: kind for kind, text in self.spelled.items()} | (TAGS if row.is_tagged else {})
@@ -99,7 +100,11 @@ class MediaReader:
         return prompt
 
     def open(self, prompt: Any, row: Row, folder: str) -> Opened:
-        """Decode the row's pictures and videos. folder: of relative paths. Raises BadImage."""
+        """Decode the row's pictures and videos. Raises BadImage.
+
+        Args:
+            folder: where relative paths begin.
+        """
         prompt = self.place(prompt, row)
         entries = list[tuple[Kind, Entry]]()
         counts = dict.fromkeys(KINDS, 0)
@@ -185,8 +190,9 @@ class MediaReader:
 class Row:
     """Pictures and videos of a row, which its placeholders take in turn.
 
-    images, videos: values of the columns. is_tagged: `<image>` and `<video>` in texts are placeholders, because the
-    file has such a column.
+    Args:
+        images, videos: values of the columns.
+        is_tagged: whether `<image>` and `<video>` in texts are placeholders, because the file has such a column.
     """
 
     def __init__(self, images: Any = None, videos: Any = None, is_tagged: bool = False) -> None:
@@ -197,7 +203,11 @@ class Row:
         self.taken = list[Source]()
 
     def take_source(self, kind: Kind, own: Mapping[str, Any] | None = None) -> Source:
-        """own: the rest of a part of a message; if it is not empty, it is the picture."""
+        """Take the row's next picture or video.
+
+        Args:
+            own: the rest of a part of a message; if it is not empty, it is the picture.
+        """
         if own:
             value: Any = dict(own)
         else:
@@ -220,7 +230,9 @@ class Row:
 class FileMedia:
     """The pictures of the rows of one file, in its columns `data.image_key` and `data.video_key`.
 
-    reader: None for a model without a vision tower. key: the column of the prompts, or of the conversations.
+    Args:
+        reader: None for a model without a vision tower.
+        key: the column of the prompts, or of the conversations.
     """
 
     def __init__(self, reader: MediaReader | None, file: RowFile, key: str, cfg: DataConfig) -> None:

@@ -29,11 +29,13 @@ class BadImage(ValueError):
 def open_picture(value: Any, folder: str, max_pixels: int) -> Image.Image:
     """Return the picture upright and in RGB.
 
-    value: bytes, a path, a `data:` URI, or a mapping that has one of these under `bytes`, `path` or `image`. folder:
-    relative paths begin here. max_pixels: of the file, compared before it is decoded.
-
     The orientation of EXIF is applied, as Hugging Face's datasets and transformers do. Transparent pixels are blended
     with white, as qwen_vl_utils does. Raises BadImage.
+
+    Args:
+        value: bytes, a path, a `data:` URI, or a mapping that has one of these under `bytes`, `path` or `image`.
+        folder: where relative paths begin.
+        max_pixels: pixels that the file may have, compared before it is decoded.
     """
     from PIL import Image, ImageOps
 
@@ -192,8 +194,12 @@ def video_of(value: Any) -> Video:
 
 
 def frame_limits(video: Video, factor: int, num_frames: int) -> tuple[int, int]:
-    """Return pixels of a resized frame, at least and at most, as in qwen_vl_utils. factor: a token's side in pixels.
-    num_frames: of a patch in time."""
+    """Return pixels of a resized frame, at least and at most, as in qwen_vl_utils.
+
+    Args:
+        factor: a token's side in pixels.
+        num_frames: frames of a patch.
+    """
     low = video.min_pixels or MIN_FRAME_TOKENS * factor**2
     share = VIDEO_TOKENS * factor**2 / (-(-len(video.frames) // num_frames) * num_frames) * num_frames
     high = int(max(min(MAX_FRAME_TOKENS * factor**2, share), int(low * 1.05)))

@@ -209,9 +209,11 @@ def prepare_files(
 ) -> Dataset:
     """Read the files below `folder`. Where there are none for validation, hold out `val_rows` of the training rows
     (None: one in HELD_OUT_SHARE, at most MAX_HELD_OUT) by a hash of the problem and the seed.
-    threshold: of near duplicates; None for a source with problems.
 
     Raises InputError for missing or malformed files, and if no row of a file can be used.
+
+    Args:
+        threshold: similarity from which rows are near duplicates; None for a source with problems.
     """
     if folder.resolve() == out.resolve():
         raise InputError(f"--out {out} is the folder of --from, too; use another one")

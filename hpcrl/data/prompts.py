@@ -50,7 +50,10 @@ class PromptDataset:
     Everything is read, tokenised and checked at construction, so that a bad row stops the job before its first step.
     `max_samples` (-1: all) takes the first rows of all files together, before the filter, as in verl. With a `world`,
     construction is collective and its ranks share the work. Pictures are opened with `images`, once at construction and
-    then by `ImageLoader`; without it, a row with pictures is an error. only: a row of the only file, to read that one.
+    then by `ImageLoader`; without it, a row with pictures is an error.
+
+    Args:
+        only: a row of the only file, to read that one.
     """
 
     def __init__(
@@ -134,8 +137,11 @@ class PromptDataset:
         return np.bincount(self._file_of, minlength=len(self._files)).tolist()
 
     def prompt_text(self, row: int, skip_special_tokens: bool = False, ids: np.ndarray | None = None) -> str:
-        """Return the prompt's tokens as text, with one placeholder for each picture. ids: int32 (n,), what the model
-        read if it may be more than the row's prompt."""
+        """Return the prompt's tokens as text, with one placeholder for each picture.
+
+        Args:
+            ids: int32 (n,), what the model read if it may be more than the row's prompt.
+        """
         ids = self.prompt_ids(row) if ids is None else ids
         if self._reader is not None:
             ids = self._reader.folded(ids, self.media(row))
@@ -290,8 +296,12 @@ def prompt_ids(
     tools: Sequence[Any] | None,
     limit: int | None,
 ) -> np.ndarray:
-    """Return the tokens of a text, or of a conversation with its generation prompt, int32 (n,). tools: schemas for the
-    chat template. Raises InputError if there are none or more than `limit` tokens, or if the template fails."""
+    """Return the tokens of a text, or of a conversation with its generation prompt, int32 (n,). Raises InputError if
+    there are none or more than `limit` tokens, or if the template fails.
+
+    Args:
+        tools: schemas for the chat template.
+    """
     where, is_text = "the prompt of an environment", isinstance(prompt, str)
     if isinstance(prompt, str):
         text = prompt

@@ -23,7 +23,11 @@ _ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|[nrtbfv])|\\+")
 
 
 class Rendering:
-    """The text of message `number` of a conversation. options: further arguments of the template."""
+    """The text of message `number` of a conversation.
+
+    Args:
+        options: further arguments of the template.
+    """
 
     def __init__(
         self,

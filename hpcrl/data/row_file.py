@@ -119,8 +119,10 @@ class RowFile:
 
     Values are as `without_nulls` returns them. A file of another tool also has the columns that its format adds.
 
-    large: columns that `file[i]` is without, and that stay in a Parquet file until rows are asked for, because every
-    rank would hold them. form: data.format.
+    Args:
+        large: columns that `file[i]` is without, and that stay in a Parquet file until rows are asked for, because
+            every rank would hold them.
+        form: the value of data.format.
     """
 
     def __init__(self, path: str, large: Collection[str] = (), form: str = "auto") -> None:
@@ -223,7 +225,11 @@ def unknown_suffix(path: str) -> InputError:
 
 
 class ArrowRows:
-    """Rows of an Arrow table, which takes a tenth of the memory of Python objects. nulls: of each column."""
+    """Rows of an Arrow table, which takes a tenth of the memory of Python objects.
+
+    Args:
+        nulls: `Nulls` of each column.
+    """
 
     def __init__(self, table: Any, nulls: Mapping[str, Nulls], large: Mapping[str, RowGroups] | None = None) -> None:
         self.columns: list[str] = list(nulls)
@@ -249,7 +255,11 @@ class ArrowRows:
 
 
 class ParquetRows(ArrowRows):
-    """Those of a Parquet file. large: as of RowFile."""
+    """Rows of a Parquet file.
+
+    Args:
+        large: as in RowFile.
+    """
 
     def __init__(self, path: str, large: Collection[str] = ()) -> None:
         import pyarrow.parquet

@@ -31,7 +31,8 @@ WEIGHT_UNITS = 10_000  # largest cycle of weighted files, in draws
 def epoch_permutation(num_rows: int, seed: int, epoch: int, shuffle: bool, file: int | None = None) -> np.ndarray:
     """Return the order of the rows in one epoch: int64 (num_rows,), read-only; the identity if not `shuffle`.
 
-    `file`: key of a file with its own epochs.
+    Args:
+        file: key of a file with its own epochs.
     """
     if shuffle:
         # Sorted raw Philox words: numpy guarantees their stability, but not that of `Generator.permutation`.

@@ -28,8 +28,11 @@ log = logging.getLogger(__name__)
 
 class SftDataset:
     """Sequences of several files, end to end: conversations of files with the column `messages_key`, prompts with the
-    answer in `answer_key` of others. `max_samples` (-1: all) takes the first rows of all files together. which:
-    `world`, `images` and `only`, as of PromptDataset."""
+    answer in `answer_key` of others. `max_samples` (-1: all) takes the first rows of all files together.
+
+    Args:
+        which: `world`, `images` and `only`, as in PromptDataset.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,11 @@ class SftDataset:
 
 
 def has_targets(files: Sequence[str], messages_key: str, answer_key: str, form: str) -> bool:
-    """Whether every file has a column of conversations or of answers. form: data.format."""
+    """Whether every file has a column of conversations or of answers.
+
+    Args:
+        form: the value of data.format.
+    """
     return all({messages_key, answer_key} & set(columns_of(path, form)) for path in files)
 
 
@@ -151,7 +158,11 @@ class Stretch(NamedTuple):
 
 
 class Supervision:
-    """What is trained of a row. images: of a vision-language model, whose placeholders are shown once for a picture."""
+    """What is trained of a row.
+
+    Args:
+        images: for a vision-language model, whose placeholders are shown once for a picture.
+    """
 
     def __init__(
         self,
@@ -174,7 +185,11 @@ class Supervision:
         return [Stretch("".join(text for text, _ in group), is_trained) for is_trained, group in groups]
 
     def bracketed(self, *, full: bool = False) -> str:
-        """Text with brackets around what is trained. full: long texts are not shortened."""
+        """Text with brackets around what is trained.
+
+        Args:
+            full: whether long texts are whole, not shortened.
+        """
         escapes = {ord(bracket): f"<U+{ord(bracket):04X}>" for bracket in (OPEN, CLOSE)}
         lines = []
         for sequence in self._sequences:

@@ -37,8 +37,12 @@ class Overlap(NamedTuple):
     def of(
         cls, cfg: DdpConfig | None, shape: ModelShape, groups: RoleGroups, *, sharded: bool, has_adapters: bool
     ) -> Overlap:
-        """`sharded`: with megatron's distributed optimizer. By default all that is possible, over NCCL: a backend on
-        the host blocks. Raises InputError for options that are not possible."""
+        """Return what overlaps. By default all that is possible, over NCCL: a backend on the host blocks. Raises
+        InputError for options that are not possible.
+
+        Args:
+            sharded: whether megatron's distributed optimizer is used.
+        """
         asked = (None, None) if cfg is None else (cfg.overlap_grad_reduce, cfg.overlap_param_gather)
         has_tower = shape.vision is not None and shape.vision.train != "none"
         shares_gpu = platform.device().type == "cuda" and not has_nccl()

@@ -83,12 +83,21 @@ class TrainEngine:
         gradient_accumulation_fusion: bool | None = None,
         on_micro_batch: Callable[[], None] | None = None,
     ) -> None:
-        """`optim` None makes a frozen model. `total_steps` counts the optimizer steps of the whole run. `exact`:
-        log-probs have the bits of the native engine's exact mode. `sequence_parallel`, `recompute` and `te` are those
-        of `build_model`. With `lora` only the adapters are trained. `head_chunk_tokens` is that of `VocabularyOutputs`.
-        `moe` has the coefficients of the router's losses. `ddp` is that of `Overlap.of`,
-        `gradient_accumulation_fusion` that of `sums_weight_gradients`. `offload` names the parts that are on the device
-        only while they are in use. `on_micro_batch()` is called at the start of each micro-batch."""
+        """Build the model, and its optimizer if it is trained.
+
+        Args:
+            optim: None makes a frozen model.
+            total_steps: optimizer steps of the whole run.
+            exact: log-probs have the bits of the native engine's exact mode.
+            sequence_parallel, recompute, te: as in `build_model`.
+            lora: only the adapters are trained then.
+            head_chunk_tokens: as in `VocabularyOutputs`.
+            offload: the parts that are on the device only while they are in use.
+            moe: the coefficients of the router's losses.
+            ddp: as in `Overlap.of`.
+            gradient_accumulation_fusion: as in `sums_weight_gradients`.
+            on_micro_batch: called at the start of each micro-batch.
+        """
         self.shape, self.groups, self.head, self.dtype, self.lora = shape, groups, head, dtype, lora
         self.optim, self.total_steps = optim, total_steps
         self.steps = 0  # optimizer steps done

@@ -92,8 +92,9 @@ def matrices_of(
 ) -> list[Matrix]:
     """Return the trained matrices of a pipeline stage, of its experts or all others, in the same order on every rank.
 
-    places: where parameters are in buckets, by chunk and local name; equal on all ranks of the stage. cost: returns the
-    work of updating a matrix.
+    Args:
+        places: where parameters are in buckets, by chunk and local name; equal on all ranks of the stage.
+        cost: returns the work of updating a matrix.
     """
     parts: dict[str, list[tuple[Shard, tuple[Range, ...]]]] = {}
     dims = ("edp",) if is_expert else ("dp", "cp")
@@ -186,8 +187,12 @@ class MatrixUpdates:
         return results
 
     def _swap(self, moves: Sequence[Move], tensors: dict[Key, Tensor]) -> dict[Key, Tensor]:
-        """Exchange ranges in one all-to-all; return those that this rank receives. moves: this rank's, in an order that
-        all ranks have. tensors: what is sent leaves it."""
+        """Exchange ranges in one all-to-all; return those that this rank receives.
+
+        Args:
+            moves: moves of this rank, in an order that all ranks have.
+            tensors: this rank's ranges; those that are sent are removed from it.
+        """
         group, rank = self.groups.pgc.tp_dp_cp, self.groups.rank
         members = dist.get_process_group_ranks(group)
         sends = sorted((move for move in moves if move.sender == rank), key=lambda move: move.receiver)

@@ -86,7 +86,9 @@ def make_routing(
 ) -> Routing:
     """Return the routing of packed sequences padded to `size` tokens, of which this rank has `local_tokens`.
 
-    lengths: int64 (N,), N = 0 for a dummy; experts: rows of routed_experts, None: routers choose.
+    Args:
+        lengths: int64 (N,), N = 0 for a dummy.
+        experts: rows of routed_experts, None: routers choose.
     """
     total, replayed = int(lengths.sum()), None
     sequences = torch.full((size,), len(lengths))

@@ -43,8 +43,10 @@ def sharded_parts(
 ) -> Iterator[ShardedTensor]:
     """Yield the state of a range of a parameter as boxes, for writing under `key`.
 
-    flat: (n,) state of the elements from `start` on of the parameter in row-major order, which no other replica has.
-    parameter: the parameter's own entry; a factory lays it out in several parts (gate and up of SwiGLU).
+    Args:
+        parameter: the parameter's own entry; a factory lays it out in several parts (gate and up of SwiGLU).
+        flat: (n,) state of the elements from `start` on of the parameter in row-major order, which no other replica
+            has.
     """
     entry = replace(parameter, key=key)
     laid_out = list(nested_values([entry.build()])) if isinstance(entry, ShardedTensorFactory) else [entry]

@@ -57,8 +57,10 @@ class HostMemory:
 class Offloadable:
     """Storages that are all on the device or all offloaded.
 
-    storages: the storages, evaluated on each unload, because an optimizer makes state at its first step. host: keeps
-    their content; None: the content is lost. drop: called at each unload, frees what is made again from the content.
+    Args:
+        storages: the storages, evaluated on each unload, because an optimizer makes state at its first step.
+        host: keeps their content; None: the content is lost.
+        drop: called at each unload, frees what is made again from the content.
     """
 
     def __init__(

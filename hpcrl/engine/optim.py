@@ -71,8 +71,11 @@ def build_optimizer(
     state on every replica.
 
     Megatron's own factory gathers the parameter groups over the whole world, including ranks outside this role; here
-    every stage has the same groups by construction. shards: this rank's part of each parameter. tower_lr: peak learning
-    rate of the vision tower, if it differs. Raises InputError for adapters that the optimizer cannot train.
+    every stage has the same groups by construction. Raises InputError for adapters that the optimizer cannot train.
+
+    Args:
+        shards: this rank's part of each parameter.
+        tower_lr: peak learning rate of the vision tower, if it differs.
     """
     chosen = optim.chosen()
     if chosen.without_adapters and any(is_adapter(shard.name) for shard in shards.values()):

@@ -42,10 +42,13 @@ def vocab_parallel_log_probs(
     """Return log softmax(logits / temperature) at the targets; on request also entropy and sum of squared
     probabilities.
 
-    targets: (R, K) int64 global ids; in a row, those after the first are distinct. Returns log-probs (R, K), entropy
-    -sum p log p (R,) and sum p^2 (R,), the last without a gradient; fp32, or fp64 if the logits are. Temperature 0
-    means 1: the log-prob of greedy decoding is defined under temperature 1. `exact` computes the bits of the native
-    engine's exact mode, from the logits of the whole vocabulary on every rank.
+    Returns log-probs (R, K), entropy -sum p log p (R,) and sum p^2 (R,), the last without a gradient; fp32, or fp64 if
+    the logits are. Temperature 0 means 1: the log-prob of greedy decoding is defined under temperature 1.
+
+    Args:
+        targets: (R, K) int64 global ids; in a row, those after the first are distinct.
+        exact: compute the bits of the native engine's exact mode, from the logits of the whole vocabulary on every
+            rank.
     """
     if exact:
         whole = gather_from_tensor_model_parallel_region(logits, group)

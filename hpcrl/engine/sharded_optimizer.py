@@ -36,7 +36,11 @@ class ShardedOptimizer(DistributedOptimizer):
     optimizer: torch.optim.Optimizer
 
     def __init__(self, param_groups: list[dict[str, Any]], *arguments: Any, **options: Any) -> None:
-        """arguments, options: megatron's, after its optimizer."""
+        """Set up megatron's optimizer.
+
+        Args:
+            arguments, options: those of megatron's class, after its optimizer.
+        """
         self._groups = param_groups
         self._states: dict[torch.Tensor, dict[str, torch.dtype]] = {}  # by parameter of the model
         super().__init__(torch.optim.AdamW([dict(group) for group in param_groups]), *arguments, **options)
@@ -44,7 +48,8 @@ class ShardedOptimizer(DistributedOptimizer):
     def use(self, chosen: Optimizer, matrices: WholeMatrices, is_matrix: Mapping[torch.Tensor, bool]) -> None:
         """Make torch's optimizer over the ranges of this rank, and its state.
 
-        is_matrix: for each parameter of the model, whether it is a matrix of a layer.
+        Args:
+            is_matrix: for each parameter of the model, whether it is a matrix of a layer.
         """
         for parameter, of_layer in is_matrix.items():
             self._states[parameter] = dtypes_of(chosen, is_matrix=of_layer)

@@ -102,7 +102,11 @@ def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoR
 def describe(
     described: JobDescription, path: str, overrides: Sequence[str] = (), parsed: argparse.Namespace | None = None
 ) -> list[str]:
-    """The lines of the table. parsed: options of the command, which may add lines."""
+    """The lines of the table.
+
+    Args:
+        parsed: options of the command, which may add lines.
+    """
     job = plan_of(described, described.read_config(path, overrides))
     rows, supervised = job.rows(), isinstance(job, SupervisedPlan)
     in_gib = tightest(rows).total >= GIB

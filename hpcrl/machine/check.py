@@ -50,7 +50,8 @@ class Finding:
 def main(engine: Callable[[MPI.Intracomm], list[Finding]] | None) -> NoReturn:
     """Run the subcommand. Collective over the ranks that the launcher started.
 
-    engine: for --trtllm, a collective function that returns the findings.
+    Args:
+        engine: for --trtllm, a collective function that returns the findings.
     """
     probe_isolation()  # these start processes, so they come before MPI; the results are cached
     probe_sandbox()
@@ -70,7 +71,11 @@ ONE_GPU = ((60, "grpo_1_5b"), (40, "grpo_3b_lora"), (22, "grpo_1_5b_lora"), (16,
 
 
 def next_command(memory: Sequence[int], *, has_slurm: bool) -> str:
-    """What to try first on a machine. memory: bytes of each of this node's usable GPUs."""
+    """What to try first on a machine.
+
+    Args:
+        memory: bytes of each of this node's usable GPUs.
+    """
     if has_slurm or len(memory) > 1:
         return "hpcrl init first --slurm, then hpcrl plan grpo.yaml: does it fit these GPUs?"
     if not memory:
@@ -92,7 +97,11 @@ def start_mpi_or_exit(others: Callable[[], list[Finding]] = list) -> MPI.Intraco
 
 
 def report(findings: list[Finding], what: str = "hpcrl") -> int:
-    """Print the table and what is wrong, and return the exit code. `what`: what cannot run then."""
+    """Print the table and what is wrong, and return the exit code.
+
+    Args:
+        what: what cannot run if something is wrong.
+    """
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         mark = " " if finding.wrong is None else "!" if finding.needed else "?"
@@ -106,7 +115,11 @@ def report(findings: list[Finding], what: str = "hpcrl") -> int:
 
 
 def mpi_findings(comm: MPI.Intracomm, hosts: list[tuple[str, int]]) -> Iterator[Finding]:
-    """The MPI library and the nodes of its ranks. `hosts`: (host, cores) of each rank."""
+    """The MPI library and the nodes of its ranks.
+
+    Args:
+        hosts: (host, cores) of each rank.
+    """
     from mpi4py import MPI
 
     names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")

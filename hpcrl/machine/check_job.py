@@ -209,10 +209,12 @@ def main(
 ) -> NoReturn:
     """Run the subcommand. Collective over the ranks that the launcher started.
 
-    find_job: returns the run directory, which may be relative and need not exist, and the backend of torch.distributed,
-    on rank 0. verify: returns what is wrong with the files of a bundle. save_machine: with --machine, writes the
-    description of the machine on rank 0, and returns the file's name; what changes with what else the hardware does is
-    measured in so many `rounds`.
+    Args:
+        find_job: returns the run directory, which may be relative and need not exist, and the backend of
+            torch.distributed, on rank 0.
+        verify: returns what is wrong with the files of a bundle.
+        save_machine: with --machine, writes the description of the machine on rank 0, and returns the file's name; what
+            changes with what else the hardware does is measured in so many `rounds`.
     """
     status = RankStatus(phase="starting MPI")
     timer = _start_timer(status, DEADLINE)

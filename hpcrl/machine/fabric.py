@@ -62,7 +62,11 @@ class NcclLog:
 
 
 def parse_log(text: str, node_of: Sequence[int] = ()) -> NcclLog:
-    """Parse the log of a rank whose only communicator is the world's. node_of: the node of each rank."""
+    """Parse the log of a rank whose only communicator is the world's.
+
+    Args:
+        node_of: the node of each rank.
+    """
     messages = [match.groups() for line in text.splitlines() if (match := MESSAGE.search(line))]
     fields: dict[str, str] = {}
     links = {True: Counter[str](), False: Counter[str]()}  # by whether the ranks are on one node
@@ -154,7 +158,12 @@ def _is_ib(name: str) -> bool:
 def network_findings(
     log: NcclLog, adapters: Sequence[str], expected: str | None, environ: Mapping[str, str], num_nodes: int
 ) -> Iterator[Finding]:
-    """Findings about NCCL's network. adapters: of a node. expected: the network that the site's profile expects."""
+    """Findings about NCCL's network.
+
+    Args:
+        adapters: the adapters of a node.
+        expected: the network that the site's profile expects.
+    """
     yield network_finding(log, adapters, expected, environ, num_nodes)
     yield from gpu_direct_findings(log)
     if log.warnings:
@@ -278,7 +287,11 @@ OPTIONS = {"memlock": "l", "nofile": "n", "nproc": "u"}  # of ulimit
 
 
 def state_findings(hosts: Sequence[str], states: Sequence[NodeState], ranks: Sequence[int]) -> Iterator[Finding]:
-    """Limits, /dev/shm and huge pages of the nodes, with the nodes where they are wrong. ranks: of each node."""
+    """Limits, /dev/shm and huge pages of the nodes, with the nodes where they are wrong.
+
+    Args:
+        ranks: the ranks of each node.
+    """
     pairs = list(zip(states, ranks, strict=True))
     limits = ", ".join(f"{name} {_amount(soft)}" for name, (soft, _) in states[0].limits.items())
     low = [limits_problem(state, sum(ranks), local) for state, local in pairs]
@@ -327,7 +340,11 @@ THROTTLES = {0x08: "hardware slowdown", 0x20: "too hot", 0x40: "too hot (hardwar
 
 
 def clock_findings(hosts: Sequence[str], clocks: Sequence[GpuClock | None]) -> Iterator[Finding]:
-    """Clocks of the ranks' GPUs right after the all-reduces. hosts: of each rank. Nothing without NVML."""
+    """Clocks of the ranks' GPUs right after the all-reduces. Nothing without NVML.
+
+    Args:
+        hosts: the host of each rank.
+    """
     known = [clock for clock in clocks if clock is not None]
     if known:
         problems = [_throttle_problem(clock) for clock in clocks]

@@ -161,7 +161,11 @@ class GpuClock:
 
 
 def gpu_clock(pci_id: str, library: str = "libnvidia-ml.so.1") -> GpuClock | None:
-    """The clock of an NVIDIA GPU by NVML; None without NVML. pci_id: such as 0000:17:00.0."""
+    """The clock of an NVIDIA GPU by NVML; None without NVML.
+
+    Args:
+        pci_id: such as 0000:17:00.0.
+    """
     try:
         nvml = ctypes.CDLL(library)
     except OSError:

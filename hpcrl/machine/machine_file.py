@@ -125,7 +125,11 @@ DIGITS = 3  # that measurements are good for
 
 
 def check_target(path: str, option: str = "--machine") -> None:
-    """Raise ConfigError, one line, if a machine file cannot be written there. option: that names it."""
+    """Raise ConfigError, one line, if a machine file cannot be written there.
+
+    Args:
+        option: the option that names it.
+    """
     target = Path(path)
     if target.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{option}: found {path!r}, expected the name of a YAML file, such as machine.yaml")
@@ -241,8 +245,10 @@ def crowding(size: int, nodes: Sequence[Sequence[int]], cores: float | None) -> 
 def ring_bandwidth(size: int, nodes: Sequence[Sequence[int]], inside: float, between: float, has_rings: bool) -> float:
     """Bandwidth of the links that a collective of the first `size` ranks uses, of which the all-reduce has a share.
 
-    nodes: ranks of each node. has_rings: between nodes, each rank of a node has a ring of its own (NCCL's channels), up
-    to the bandwidth inside a node.
+    Args:
+        nodes: the ranks of each node.
+        has_rings: whether, between nodes, each rank of a node has a ring of its own (NCCL's channels), up to the
+            bandwidth inside a node.
     """
     each = [count for ranks in nodes if (count := sum(rank < size for rank in ranks))]
     if len(each) == 1:

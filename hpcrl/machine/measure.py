@@ -47,9 +47,13 @@ def measure(
 ) -> dict[str, Any]:
     """Measure the machine, and return its description. Collective.
 
-    nodes: ranks of each node. folder: where files are written and read. say: called on rank 0 with a line per figure.
-    rounds: of what one rank does while others wait and all do together, of which the best count: whatever else the
-    hardware does, such as another virtual machine on the second thread of a core, comes and goes.
+    Args:
+        nodes: the ranks of each node.
+        folder: where files are written and read.
+        say: called on rank 0 with a line per figure.
+        rounds: number of rounds of what one rank does while others wait and all do together, of which the best count:
+            whatever else the hardware does, such as another virtual machine on the second thread of a core, comes and
+            goes.
     """
     show = say if world.rank == 0 else lambda line: None
     local = next(node for node in nodes if world.rank in node)

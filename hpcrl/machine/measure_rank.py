@@ -221,7 +221,8 @@ def growing(
 ) -> tuple[list[int], list[float]]:
     """Seconds of `make(size)()`, for growing sizes until a call is expected to take longer than `LONGEST_CALL`.
 
-    cost: work of a size in any unit, from which the time of the next size is expected.
+    Args:
+        cost: work of a size in any unit, from which the time of the next size is expected.
     """
     measured: list[int] = []
     seconds: list[float] = []
@@ -303,7 +304,8 @@ def _round_trip(world: World, pair: tuple[int, int], nbytes: int) -> float:
 def node_network(world: World, first: Sequence[int], second: Sequence[int]) -> float:
     """Bytes per second from one node to another if all of their ranks send at the same time. Collective.
 
-    first, second: ranks of the two nodes; rank i of one sends to rank i of the other.
+    Args:
+        first, second: the ranks of the two nodes; rank i of one sends to rank i of the other.
     """
     message = torch.zeros(MESSAGES[-1], dtype=torch.uint8, device=world.device)
     answer = torch.zeros(1, dtype=torch.uint8, device=world.device)
@@ -331,8 +333,10 @@ def contention(world: World, local: Sequence[int]) -> float:
     """Seconds that an all-reduce of two ranks takes longer while more ranks of their node compute than have cores, the
     most of all ranks. Collective.
 
-    local: ranks of this rank's node; neighbours are pairs. All compute and reduce in turn, which takes longer than the
-    products and the all-reduces one by one.
+    All compute and reduce in turn, which takes longer than the products and the all-reduces one by one.
+
+    Args:
+        local: the ranks of this rank's node; neighbours are pairs.
     """
     pairs = [tuple(local[place : place + 2]) for place in range(0, len(local) - 1, 2)]
     every = sorted({pair for pairs in world.all_gather_object(pairs) for pair in pairs})

@@ -93,8 +93,11 @@ class LowRankUpdate:
 
 
 def add_adapters(model: PackedGPT, shards: Iterable[Shard], lora: Lora) -> None:
-    """Freeze the model and add adapters to the linear layers of its decoder; their values are not initialised. shards:
-    of the model; those of adapters have no projections."""
+    """Freeze the model and add adapters to the linear layers of its decoder; their values are not initialised.
+
+    Args:
+        shards: shards of the model; those of adapters have no projections.
+    """
     model.requires_grad_(False)
     for shard in shards:
         if not shard.projections or len(shard.global_shape) != 2:
@@ -118,7 +121,11 @@ class MergedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shards: Iterable[Shard], lora: Lora) -> None:
-        """shards: this rank's parts of the weights and the adapters."""
+        """Find the weights that have adapters.
+
+        Args:
+            shards: this rank's parts of the weights and the adapters.
+        """
         self._weights, self._lora = weights, lora
         self._adapted = {
             shard.name: shard

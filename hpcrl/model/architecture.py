@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
     """Return the shape described by a section `model:`, from its Hugging Face directory if it names one.
 
-    `num_tokens`: ids of the tokenizer; 0: not known. Raises InputError also if the directory's files do not fit the
-    shape.
+    Raises InputError also if the directory's files do not fit the shape.
+
+    Args:
+        num_tokens: number of ids of the tokenizer; 0: not known.
     """
     if model.path is None:
         shape = shape_from_yaml(model, num_tokens)
@@ -177,7 +179,11 @@ def check_vision(config: Config, vision: Vision) -> None:
 
 
 def check_towers(policy: ModelShape, models: Mapping[str, ModelShape]) -> None:
-    """Raise InputError for a model that cannot read the pictures of the policy. models: by config section."""
+    """Raise InputError for a model that cannot read the pictures of the policy.
+
+    Args:
+        models: the models by config section.
+    """
     expected = policy.vision
     if expected is None:
         return

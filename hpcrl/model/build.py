@@ -69,12 +69,16 @@ def build_model(
     """Build this rank's part of a model with random weights, on `device` or this process's own: its tensor-parallel
     shard of each chunk of its pipeline stage. On the meta device weights have shapes only and take no memory.
 
-    The weights are equal under any layout: each global parameter is drawn whole, by name, and then sliced. `exact`:
-    bitwise equal to the native engine's exact mode (see hpcrl.model.exact). `sequence_parallel`: tensor-parallel ranks
-    split the tokens between layers (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2); exact models never do,
-    because the order of summation differs. `te`: see `uses_transformer_engine`. `lora`: the model is frozen
-    and has adapters. `fp32_gradients`: linear layers and the head of the vocabulary add the gradients of their weights
-    to `main_grad`, which megatron's wrapper gives them.
+    The weights are equal under any layout: each global parameter is drawn whole, by name, and then sliced.
+
+    Args:
+        exact: the model is bitwise equal to the native engine's exact mode (see hpcrl.model.exact).
+        sequence_parallel: tensor-parallel ranks split the tokens between layers (Korthikanti et al. 2022,
+            arXiv:2205.05198, section 4.2); exact models never do, because the order of summation differs.
+        te: see `uses_transformer_engine`.
+        lora: the model is frozen and has adapters.
+        fp32_gradients: linear layers and the head of the vocabulary add the gradients of their weights to `main_grad`,
+            which megatron's wrapper gives them.
     """
     platform.install()
     if exact:

@@ -80,9 +80,12 @@ class _Linear(torch.autograd.Function):
 def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     """Attention of queries to the keys at their own position and before.
 
-    queries: (N, KV heads, L, queries per KV head, d). keys and values: (N, KV heads, any length, d), number i at
-    position i, finite also where they are masked. positions: (N, L) or (1, L) int64. Returns the shape and dtype of the
-    queries.
+    Returns the shape and dtype of the queries.
+
+    Args:
+        queries: (N, KV heads, L, queries per KV head, d).
+        keys, values: (N, KV heads, any length, d), number i at position i, finite also where they are masked.
+        positions: (N, L) or (1, L) int64.
     """
     (length, heads, width), dtype = queries.shape[2:], queries.dtype
     queries, keys, values = queries.float(), keys.float(), values.float()

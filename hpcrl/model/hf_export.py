@@ -78,9 +78,12 @@ def write_beside(
     like: Path | None,
     tokenizer: TokenizerFiles | None,
 ) -> None:
-    """Write index, config.json, generation_config.json and the tokenizer's files. like: a directory of the same model,
-    whose config.json and generation_config.json are kept except for dtype and token ids, and from which tensors are
-    copied that the model does not have. Raises OSError."""
+    """Write index, config.json, generation_config.json and the tokenizer's files. Raises OSError.
+
+    Args:
+        like: a directory of the same model, whose config.json and generation_config.json are kept except for dtype and
+            token ids, and from which tensors are copied that the model does not have.
+    """
     weight_map = {stack_of(shard.local_name).name: file.name for file in files for shard in file.shards}
     total = sum(math.prod(shard.local_shape) * itemsize for file in files for shard in file.shards)
     copied = {} if like is None else _copy_others(folder, shape, like)
@@ -162,7 +165,11 @@ def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
 
 
 def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str, Any]:
-    """Return adapter_config.json. `base`: the directory that the adapters belong to."""
+    """Return adapter_config.json.
+
+    Args:
+        base: the directory that the adapters belong to.
+    """
     modules = sorted({shard.local_name.split(".")[-3] for shard in peft_shards(shape, lora)})
     # A tower may have modules of the same names, and PEFT would give them adapters.
     within = rf"{re.escape(LANGUAGE_MODEL)}.*\.(?:{'|'.join(modules)})"

@@ -338,8 +338,9 @@ def weight_of(name: str, names: Container[str]) -> str:
 class Mxfp4Slice:
     """A weight (experts, in, out) of two tensors in uint8, which is read like a slice of a safetensors file.
 
-    blocks: (experts, out, in / 32, 16), each byte with two numbers, of which the first has the lower bits. scales:
-    (experts, out, in / 32).
+    Args:
+        blocks: (experts, out, in / 32, 16), each byte with two numbers, of which the first has the lower bits.
+        scales: (experts, out, in / 32).
     """
 
     def __init__(self, name: str, blocks: Any, scales: Any) -> None:

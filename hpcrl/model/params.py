@@ -81,7 +81,11 @@ _QUANTIZED = re.compile(rf"decoder\.layers\.\d+\.(self_attention\.linear_(qkv|pr
 
 
 def quantized_names(shape: ModelShape, quantization: str | None) -> frozenset[str]:
-    """Return the weights that an engine has in 8 bits. quantization: `rollout.quantization`."""
+    """Return the weights that an engine has in 8 bits.
+
+    Args:
+        quantization: `rollout.quantization`.
+    """
     if quantization is None:
         return frozenset()
     return frozenset(shard.name for shard in shards(shape, engine_layout(shape, 1)) if _QUANTIZED.fullmatch(shard.name))
@@ -165,13 +169,21 @@ def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
 
 
 def check_fp8(shape: ModelShape, fp8: str | None) -> None:
-    """Raise InputError for blocks without 8-bit products. fp8: `model.transformer_engine.fp8`."""
+    """Raise InputError for blocks without 8-bit products.
+
+    Args:
+        fp8: `model.transformer_engine.fp8`.
+    """
     if fp8 is not None and (block := unsupported(shape.layers, "fp8")):
         raise InputError(f"model.transformer_engine.fp8={fp8} with {block} is not supported; set fp8 to null")
 
 
 def has_fp8_products(shape: ModelShape, fp8: str | None, tp: int) -> bool:
-    """Whether a weight is large enough for 8-bit products. fp8: as above."""
+    """Whether a weight is large enough for 8-bit products.
+
+    Args:
+        fp8: `model.transformer_engine.fp8`.
+    """
     return fp8 is not None and any(shard.is_large for shard in shards(shape, engine_layout(shape, tp)))
 
 
@@ -220,8 +232,10 @@ def shards(
     """Return the parameters of world rank `rank`, chunk by chunk, in the order of the model; adapters follow their
     matrix. By default the whole model.
 
-    Tied embeddings are also held by the last chunk of the last stage. `part`: only what the dense grid (tp, pp) splits,
-    or only the experts, which the expert grid (etp, ep, pp) splits.
+    Tied embeddings are also held by the last chunk of the last stage.
+
+    Args:
+        part: only what the dense grid (tp, pp) splits, or only the experts, which the expert grid (etp, ep, pp) splits.
     """
     check_layout(shape, layout)
     coords = layout.coord(rank), layout.expert_coord(rank)

@@ -57,17 +57,20 @@ def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor, *, one_by_one: bool = False) -> Tensor:
-    """Return features (tokens, width) of pictures, end to end. patches: (P, patch width); grids: int64 (n, 3).
+    """Return features (tokens, width) of pictures, end to end.
 
-    one_by_one: encode one after the other, so that the features of a picture do not depend on which others there are:
-    matrix products round by their shapes.
+    Args:
+        patches: (P, patch width).
+        grids: int64 (n, 3).
+        one_by_one: encode one after the other, so that the features of a picture do not depend on the others, because
+            matrix products round by their shapes.
     """
     if one_by_one and len(grids) > 1:
         parts = zip(patches.split(grids.prod(1).tolist()), grids.split(1), strict=True)
         return torch.cat([encode(tower, its_patches, grid) for its_patches, grid in parts])
     first = next(tower.parameters())
-    found = tower(patches.to(first.dtype), grid_thw=grids)
-    return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=-1)
+    output = tower(patches.to(first.dtype), grid_thw=grids)
+    return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=-1)
 
 
 def divide(grids: np.ndarray, num_ranks: int) -> list[list[int]]:
@@ -108,10 +111,13 @@ def encode_divided(
     max_patches: int | None = None,
 ) -> Tensor:
     """Return features (tokens, width) of all pictures, on every rank. Collective over the product of the groups; each
-    picture is encoded by one rank. one_by_one: as in `encode`.
+    picture is encoded by one rank.
 
-    grids: integers (n, 3). pixels: a function that returns the patches of this rank's pictures, given their numbers.
-    max_patches: the most patches on the device at a time, unless one picture has more.
+    Args:
+        grids: integers (n, 3).
+        pixels: a function that returns the patches of this rank's pictures, given their numbers.
+        one_by_one: as in `encode`.
+        max_patches: the most patches on the device at a time, unless one picture has more.
     """
     sizes = [division.group.size() for division in divisions]
     num_ranks, mine = math.prod(sizes), 0

@@ -188,7 +188,11 @@ class Judging:
         return scaled(matches[-1], self.scale)
 
     def _fill(self, sample: Sample, other: str = "", swap: bool = False) -> str:
-        """The template with the sample's texts. swap: the response and the reference answer change places."""
+        """The template with the sample's texts.
+
+        Args:
+            swap: whether the response and the reference answer change places.
+        """
         response, ground_truth = sample.response, sample.ground_truth or ""
         if swap:
             response, ground_truth = ground_truth, response
@@ -217,7 +221,11 @@ def scaled(text: str, scale: Sequence[float] | None) -> float | None:
 
 
 def share_met(rubric: Sequence[Criterion], marks: Mapping[int, bool]) -> float | None:
-    """Weight of the criteria that are met, as a share of all; `marks`: by number from 1. None if one has no mark."""
+    """Weight of the criteria that are met, as a share of all. None if one has no mark.
+
+    Args:
+        marks: marks of the criteria by number, from 1.
+    """
     if not rubric or any(number not in marks for number in range(1, len(rubric) + 1)):
         return None
     met = sum(criterion.weight for number, criterion in enumerate(rubric, 1) if marks[number])

@@ -102,7 +102,8 @@ M = TypeVar("M", bound="type[RewardManager]")
 def register_reward_manager(*names: str, params: type = NoParameters) -> Callable[[M], M]:
     """Make `reward.reward_manager.name=<name>` use the decorated class.
 
-    params: a frozen dataclass (see `hpcrl.algorithms.parameters`). Its keys are `reward.<name>.<field>`.
+    Args:
+        params: a frozen dataclass (see `hpcrl.algorithms.parameters`). Its keys are `reward.<name>.<field>`.
     """
 
     def register(manager: M) -> M:
@@ -128,8 +129,13 @@ class RewardManager:
     def __init__(
         self, cfg: Scoring, params: Any = None, max_response_length: int | None = None, log_path: str | None = None
     ) -> None:
-        """params: an instance of the manager's parameter dataclass. max_response_length: tokens. log_path: file for
-        what scorers print; None drops it."""
+        """Make the pool of scorers.
+
+        Args:
+            params: an instance of the manager's parameter dataclass.
+            max_response_length: tokens of a response at most.
+            log_path: file for what scorers print; None drops it.
+        """
         self.params = params
         self._has_rules = cfg.custom_reward_function.path is None
         self._returns: defaultdict[str, set[bool]] = defaultdict(set)  # data source -> whether results have an acc

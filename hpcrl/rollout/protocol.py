@@ -188,8 +188,11 @@ class Trajectory:
 
 def merge_routed_experts(first: np.ndarray | None, second: np.ndarray | None, before: int = 0) -> np.ndarray | None:
     """Join the `routed_experts` of a continued response. A token keeps the record of its first run, which the log-prob
-    of the next token depends on, although the engine ran it again. before: tokens of earlier sequences, which `second`
-    does not have."""
+    of the next token depends on, although the engine ran it again.
+
+    Args:
+        before: number of tokens of earlier sequences, which `second` does not have.
+    """
     if second is None:
         return first
     first = second[:0] if first is None else first
@@ -207,8 +210,10 @@ class RequestSource(Protocol):
     def take(self, idle: bool) -> Sequence[Request] | None:
         """Return the requests to add now, possibly none; None: no more will come.
 
-        Called about once a token. `idle`: the engine has no other work, so the call may wait. Every rank of the replica
-        gets the same result of the same call.
+        Called about once a token. Every rank of the replica gets the same result of the same call.
+
+        Args:
+            idle: whether the engine has no other work, so that the call may wait.
         """
 
 
@@ -268,8 +273,9 @@ class PictureEncoder(Protocol):
         """Return the vision tower's features of each picture, fp32 (tokens, width) on the CPU. Collective over the
         tensor-parallel ranks, which divide the pictures, if `divided`.
 
-        grids: int (n, 3), patches in time, height and width. patches: from the numbers of this rank's pictures to fp32
-        (patches, patch width) each.
+        Args:
+            grids: int (n, 3), patches in time, height and width.
+            patches: from the numbers of this rank's pictures to fp32 (patches, patch width) each.
         """
 
 

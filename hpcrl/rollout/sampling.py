@@ -189,8 +189,12 @@ class KeyedSampler:
     def draw(self, logits: Tensor, rows: Sequence[Drawn], counts: Sequence[int]) -> Tensor:
         """Return the token of each row, int64 (n,), and record it with its log-prob.
 
-        logits: (n, vocabulary), any float dtype. counts: tokens that each request has drawn. A row whose prompt is not
-        complete is drawn too; its token is ignored and overwritten. Raises FloatingPointError if logits are not finite.
+        A row whose prompt is not complete is drawn too; its token is ignored and overwritten. Raises FloatingPointError
+        if logits are not finite.
+
+        Args:
+            logits: (n, vocabulary), any float dtype.
+            counts: tokens that each request has drawn.
         """
         keys = np.stack([row.key for row in rows])
         positions = np.array([row.first + count for row, count in zip(rows, counts, strict=True)])

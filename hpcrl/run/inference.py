@@ -99,7 +99,11 @@ class SamplingJob(Job):
         return False
 
     def sample(self, controller: Controller, timers: PhaseTimers, refit: dict[str, float]) -> None:
-        """Sample and write, on rank 0; the engine has its weights. `refit`: metrics of the refit."""
+        """Sample and write, on rank 0; the engine has its weights.
+
+        Args:
+            refit: metrics of the refit.
+        """
         raise NotImplementedError
 
     def _program(self, controller: Controller) -> None:
@@ -319,7 +323,11 @@ class ProblemResults:
         self._digest = lru_cache(maxsize=None)(self._digest_of)  # the same in each way
 
     def add(self, samples: Mapping[str, np.ndarray], sources: Sequence[str], way: Way) -> None:
-        """Add the way's samples (n * problems), which are sorted by problem. sources: data source of each."""
+        """Add the way's samples (n * problems), which are sorted by problem.
+
+        Args:
+            sources: the data source of each.
+        """
         if way in self._ways:
             return
         self._ways.add(way)

@@ -153,7 +153,11 @@ class Job:
 
     def run_program(self, team: Team, program: Any, trace: RankTrace | None = None) -> Any:
         """Run `program(controller)` on rank 0 while the other ranks serve its calls. Returns its result, None
-        elsewhere. trace: where this rank's trace is written."""
+        elsewhere.
+
+        Args:
+            trace: where this rank's trace is written.
+        """
         from hpcrl.controller.controller import run_program
 
         return run_program(self.world, team.workers, team.worker_classes, team.layouts, program, trace)
@@ -250,7 +254,11 @@ class TrainingJob(Job, FormerMembers):
         return super().check_with_torch(config, num_ranks)
 
     def read_rows(self, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **which: Any) -> Any:
-        """The data set of these files. which: `max_samples`, `images` and `only`, as of PromptDataset. Collective."""
+        """The data set of these files. Collective.
+
+        Args:
+            which: `max_samples`, `images` and `only`, as in PromptDataset.
+        """
         return PromptDataset(paths, tokenizer, data_config(self.config), world=self.world, **which)
 
     def supervised(self, dataset: Any, row: int) -> list[Supervised]:
@@ -389,7 +397,11 @@ class SupervisedJob(TrainingJob):
 
     @classmethod
     def check_data(cls, config: Config, columns: str) -> int:
-        """Check steps, checkpoints and files; returns the longest sequence, in tokens. `columns`: what files hold."""
+        """Check steps, checkpoints and files; returns the longest sequence, in tokens.
+
+        Args:
+            columns: the columns that files hold.
+        """
         freq = cls.section_of(config).eval_freq
         if config.trainer.total_training_steps is not None:  # it is meant, and would change nothing
             raise ConfigError(
@@ -418,13 +430,20 @@ class SupervisedJob(TrainingJob):
         return int(self.own.batch_size)
 
     def load_ahead(self, run: Run, batch_of: Callable[[np.ndarray], DataProto]) -> None:
-        """Have the pictures of the next step decoded in processes, meanwhile. batch_of: from rows to what the data
-        worker loads."""
+        """Have the pictures of the next step decoded in processes, meanwhile.
+
+        Args:
+            batch_of: returns what the data worker loads, given the rows.
+        """
         if self.config.data.image_workers > 0:
             run.controller["data"].load_ahead(batch_of(self.order.rows_ahead(self.rows_per_step)))
 
     def next_rows(self, run: Run, lengths: np.ndarray) -> np.ndarray:
-        """The rows of the data that the next step trains on, int64. lengths: tokens of every row, int64."""
+        """The rows of the data that the next step trains on, int64.
+
+        Args:
+            lengths: tokens of every row, int64.
+        """
         rows, epochs = self.order.next_rows(self.rows_per_step)
         run.log({EPOCH: float(epochs[0]), TOTAL_NUM_TOKENS: float(np.sum(lengths[rows]))})
         return rows

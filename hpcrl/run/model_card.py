@@ -71,7 +71,11 @@ class CardFacts(NamedTuple):
 
 
 def card_facts(run: Path, state: Mapping[str, Any], step: int) -> CardFacts:
-    """Read the facts about a run's weights after `step`. state: contents of the checkpoint's trainer.json."""
+    """Read the facts about a run's weights after `step`.
+
+    Args:
+        state: contents of the checkpoint's trainer.json.
+    """
     config, job, rows = flatten(read_config(run)), str(state.get("job", "train")), flatten(state.get("rows", {}))
     init_from = config.get("model.init_from")
     path = config.get("model.path") or (init_from if init_from and is_hugging_face(Path(init_from)) else None)

@@ -50,7 +50,11 @@ class RefLogps:
     """
 
     def __init__(self, path: Path, key: str, sizes: Mapping[str, int]) -> None:
-        """sizes: split -> number of pairs."""
+        """Read the values that the file has.
+
+        Args:
+            sizes: split -> number of pairs.
+        """
         self.path, self.key = path, key
         self.values = {split: np.full((size, 2), np.nan, np.float32) for split, size in sizes.items()}
         self._read()
@@ -155,8 +159,11 @@ class PairsJob(SupervisedJob):
     def check_pairs(
         cls, config: Config, roles: Sequence[RoleSpec], num_ranks: int, *, paired: bool = True
     ) -> RoleLayouts:
-        """Layouts of these roles, if the data and the tokens of a micro-batch allow them. paired: whether both
-        sequences of a pair are in one micro-batch."""
+        """Layouts of these roles, if the data and the tokens of a micro-batch allow them.
+
+        Args:
+            paired: whether both sequences of a pair are in one micro-batch.
+        """
         own = cls.section_of(config)
         placed = place(config, roles, num_ranks)
         longest = cls.check_data(config, "chosen and rejected answers" if paired else "answers with labels")

@@ -43,10 +43,14 @@ def mfu_metrics(
     et al. 2022, arXiv:2204.02311, section 4.1), the least operations of a phase's matrix products as a share of what
     its devices could have done in the seconds that the controller waited for it.
 
-    lengths: tokens of each sample; num_responses: response tokens of all. seconds: by `timing_s/<phase>`. peak: see
-    `peak_of`, of one device. tower: operations of a pass of the vision tower over the step's pictures, if each pass of
-    a model runs it. The controller waits for concurrent phases one after the other, so only the first one's time is
-    complete.
+    The controller waits for concurrent phases one after the other, so only the first one's time is complete.
+
+    Args:
+        lengths: tokens of each sample.
+        num_responses: response tokens of all samples.
+        seconds: seconds by `timing_s/<phase>`.
+        peak: peak of one device, see `peak_of`.
+        tower: operations of a pass of the vision tower over the step's pictures, if each pass of a model runs it.
     """
     has_adapters = config.model.lora_rank > 0
     to_train = tower * tower_training_factor(shape.vision) if shape.vision is not None else 0.0
@@ -140,9 +144,13 @@ def lasting(history: Sequence[dict[Slow, float]]) -> Iterator[tuple[Slow, int, f
 
 
 class Stragglers:
-    """Finds ranks that are slower than their peers. Lives on rank 0. waits: whether `observe` waits for the reports of
-    all ranks at the end of a step; otherwise it uses the last complete set of reports. folder: the run's, for
-    STRAGGLERS_FILE."""
+    """Finds ranks that are slower than their peers. Lives on rank 0.
+
+    Args:
+        folder: the run's folder, for STRAGGLERS_FILE.
+        waits: whether `observe` waits for the reports of all ranks at the end of a step; otherwise it uses the last
+            complete set of reports.
+    """
 
     def __init__(self, controller: Controller, folder: Path, *, waits: bool) -> None:
         self._controller = controller
@@ -199,7 +207,9 @@ class ProfiledSteps:
     """Writes a trace on every rank in the steps of `trainer.profile_steps`, from `begin(step)` to `end()`. Lives on
     rank 0.
 
-    folder: the run's. waits: whether a step ends only when all its traces are written.
+    Args:
+        folder: the run's folder.
+        waits: whether a step ends only when all its traces are written.
     """
 
     def __init__(self, controller: Controller, folder: Path, steps: Collection[int], *, waits: bool) -> None:
@@ -271,8 +281,12 @@ PEAKS = {
 
 
 def peak_of(device_name: str, *, fp8: bool = False) -> float | None:
-    """Return the bf16 operations per second of a device by torch's name; None if unknown. fp8: whether there are 8-bit
-    products; then those of fp8, although small products, attention and the head are not."""
+    """Return the bf16 operations per second of a device by torch's name; None if unknown.
+
+    Args:
+        fp8: whether there are 8-bit products; then those of fp8, although small products, attention and the head are
+            not.
+    """
     words = device_name.replace("-", " ").split()
     return next((peaks[fp8] for name, peaks in PEAKS.items() if name in words), None)
 

@@ -182,11 +182,15 @@ class Compared(NamedTuple):
 def compared(
     prediction: Prediction, seconds: Mapping[str, float], phases: Collection[str], fitted: Collection[str]
 ) -> list[Compared]:
-    """The phases of a step. seconds: measured. fitted: phases of which the machine file has an efficiency.
+    """The phases of a step.
 
     The controller waits for overlapping phases one after the other, and works in the meantime if rank 0 is in one of
     them, so only their sum is comparable. Without an efficiency the prediction is an ideal time, which is multiplied by
     the median ratio of the step's other phases, if that is above 1; without other phases there is nothing to expect.
+
+    Args:
+        seconds: the measured seconds.
+        fitted: phases of which the machine file has an efficiency.
     """
     pairs = [
         (names, sum(seconds.get(name, 0.0) for name in names), predicted)
@@ -229,7 +233,8 @@ class Slowdowns:
 class PredictedSteps:
     """Predicts each step of a job from its lengths, and warns of phases that take longer. Lives on rank 0.
 
-    methods: "role.method" by phase.
+    Args:
+        methods: "role.method" by phase.
     """
 
     def __init__(self, plan: TrainingPlan, machine: Machine, methods: Mapping[str, Sequence[str]]) -> None:
@@ -260,7 +265,10 @@ class PredictedSteps:
     ) -> dict[str, float]:
         """`perf/predicted_s/<phase>` of the phases that a step had, and of the step; {} if it cannot be predicted.
 
-        seconds: its timing_s/*. prompts, responses: tokens of each sample. metrics: its other metrics.
+        Args:
+            seconds: the step's timing_s/*.
+            prompts, responses: tokens of each sample.
+            metrics: the step's other metrics.
         """
         if not self._is_possible or not len(prompts):
             return {}

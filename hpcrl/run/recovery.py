@@ -194,8 +194,12 @@ class DurableRollouts:
         return self.resumed_at if any(generation_logs(self.folder)) else None
 
     def step_ended(self, step: int, *, saved: int, perhaps: Collection[int | None] = ()) -> None:
-        """Remove logs that a restart would not use. `saved`: step of the newest complete checkpoint, 0 without one.
-        `perhaps`: of a checkpoint that is being written, which may still fail, and of the newest snapshot."""
+        """Remove logs that a restart would not use.
+
+        Args:
+            saved: step of the newest complete checkpoint, 0 without one.
+            perhaps: steps of a checkpoint that is being written, which may still fail, and of the newest snapshot.
+        """
         bases = [saved, *(base for base in perhaps if base is not None)]
         self._keep(lambda other: other > step or any(self._is_after(other, base) for base in bases))
 

@@ -71,7 +71,12 @@ class Saver:
         saved_step: int | None = None,
         on_saved: Callable[[int, Path], None] | None = None,
     ) -> None:
-        """`saved_step`: step of the newest checkpoint. `on_saved(step, folder)` is called once one is complete."""
+        """Set up the saver.
+
+        Args:
+            saved_step: step of the newest checkpoint.
+            on_saved: called with (step, folder) once a checkpoint is complete.
+        """
         self._key_values = key_values
         self.saved_step = saved_step
         self._on_saved = on_saved
@@ -243,7 +248,10 @@ def export(
 ) -> None:
     """Write the policy as a Hugging Face directory to `folder`, which is made. On rank 0; raises OSError.
 
-    facts: about these weights. tokenizer: the policy's, if it is loaded."""
+    Args:
+        facts: facts about these weights.
+        tokenizer: the policy's tokenizer, if it is loaded.
+    """
     folder.mkdir(parents=True)
     shape = controller["export"].shape().get()[0]
     raise_first(controller["export"].write(str(folder)).get())
@@ -285,7 +293,11 @@ def export_adapter(controller: Controller, config: Config, folder: Path, facts: 
 
 
 def raise_first(problems: Iterable[tuple[int | None, str, str] | None]) -> None:
-    """Raise OSError for the first problem of a rank, if there is one. problems: arguments of OSError, by rank."""
+    """Raise OSError for the first problem of a rank, if there is one.
+
+    Args:
+        problems: arguments of OSError, by rank.
+    """
     for problem in problems:
         if problem is not None:
             raise OSError(*problem)
@@ -326,8 +338,12 @@ def disk_forecast(
 ) -> tuple[str, int]:
     """Text for the log, and the bytes by which the free space is too small; negative if it is not.
 
-    save: bytes of a checkpoint. num_kept: checkpoints that exist at once. existing: those that exist now. archive:
-    bytes of a step's rollouts at most. steps: that are left.
+    Args:
+        save: bytes of a checkpoint.
+        num_kept: checkpoints that exist at once.
+        existing: checkpoints that exist now.
+        archive: bytes of a step's rollouts at most.
+        steps: steps that are left.
     """
     to_come = max(num_kept - existing, 0) * save + archive * steps
     if num_kept == 0:

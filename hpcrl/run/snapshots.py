@@ -42,7 +42,13 @@ class Snapshots:
     def __init__(
         self, key_values: KeyValueStore, memory: NodeMemory | None, root: Path, needed: Mapping[str, int]
     ) -> None:
-        """root: the run's folder. needed: bytes by node. memory None: there are no snapshots."""
+        """Set up the snapshots, if the memory has room for them.
+
+        Args:
+            memory: where snapshots are kept; None: there are none.
+            root: the run's folder.
+            needed: bytes by node.
+        """
         self._key_values, self._root = key_values, root
         self._memory = memory if memory is not None and _has_room(memory, needed) else None
         self.step: int | None = None  # of the newest complete one

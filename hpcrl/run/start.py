@@ -35,13 +35,16 @@ class Start:
     frozen: dict[str, Path] = field(default_factory=dict)  # role -> checkpoint of a model that is not trained
 
     def consumed_rows(self, rows_per_step: int) -> int:
-        """Rows of the training data that the steps done have consumed. rows_per_step: of these steps, if the checkpoint
-        has no number."""
-        found = self.state.get("consumed_rows")
-        if found is not None and "sampler" in self.state:
-            return int(found)
+        """Rows of the training data that the steps done have consumed.
+
+        Args:
+            rows_per_step: rows of each of these steps, if the checkpoint has no number of its own.
+        """
+        recorded = self.state.get("consumed_rows")
+        if recorded is not None and "sampler" in self.state:
+            return int(recorded)
         # Without a sampler it is of an earlier version, whose supervised jobs left out the newest step.
-        before_newest = found or self.state.get("consumed_pairs")
+        before_newest = recorded or self.state.get("consumed_pairs")
         if before_newest and self.step > 1:
             rows_per_step = before_newest // (self.step - 1)
         return self.step * rows_per_step

@@ -89,7 +89,10 @@ def check_progress(
     """Raise InputError if this slice cannot make progress; called before anything is built.
 
     It cannot if the remaining time is shorter than a step and a save, as measured before, or if the slices of this job
-    before it saved nothing newer than they had found. `found_step`: the newest checkpoint, -1 for none.
+    before it saved nothing newer than they had found.
+
+    Args:
+        found_step: step of the newest checkpoint, -1 for none.
     """
     job = environ.get("SLURM_JOB_ID")
     if job is not None:

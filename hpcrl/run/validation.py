@@ -48,13 +48,15 @@ Found: TypeAlias = dict[str, dict[str, dict[str, float]]]  # data source -> vari
 def validation_metrics(sources: Sequence[str], uids: Sequence[Hashable], variables: Variables) -> Found:
     """Metrics of each data source and variable: the mean over prompts of what is computed per prompt.
 
-    sources, uids: data source and prompt of each sample. A variable is left out where a prompt's first value is text.
-    `acc`, where a source has it at all, counts as 0 in the samples without it (their scoring failed);
-    `acc_success_only` leaves those samples out.
+    A variable is left out where a prompt's first value is text. `acc`, where a source has it at all, counts as 0 in the
+    samples without it (their scoring failed); `acc_success_only` leaves those samples out.
     Per prompt with N values: `mean@N`; for N > 1 `std@N` (population), and for n in 2, 4, 8, ... < N and N
     `best@n/{mean,std}`, `worst@n/{mean,std}`, and with `pred` `maj@n/{mean,std}`: mean and standard deviation, over
     1000 draws of n values with replacement, of their maximum, minimum, and the value of the first draw whose `pred`
     is the commonest (the earliest drawn, where several are).
+
+    Args:
+        sources, uids: data source and prompt of each sample.
     """
     rows_of: dict[str, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, (source, uid) in enumerate(zip(sources, uids, strict=True)):
@@ -153,8 +155,11 @@ class Block:
 def majority(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
     """int64 (prompts, 1000): in each draw, the first drawn sample of those with the commonest vote.
 
-    votes: int64 (prompts, N), equal where samples agree. draws: int64 (1000, n). Of several commonest votes the one
-    that was drawn first wins.
+    Of several commonest votes the one that was drawn first wins.
+
+    Args:
+        votes: int64 (prompts, N), equal where samples agree.
+        draws: int64 (1000, n).
     """
     num_samples, n = votes.shape[1], draws.shape[1]
     times = np.zeros((len(draws), num_samples))  # a sample was drawn

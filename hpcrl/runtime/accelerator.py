@@ -160,7 +160,8 @@ def explain_out_of_memory(
 ) -> torch.OutOfMemoryError:
     """`error` with the rank, its phase, the memory allocated there, `advice()`, and the path of the memory snapshot.
 
-    snapshot: the file to write; None if allocations are not recorded.
+    Args:
+        snapshot: the file to write; None if allocations are not recorded.
     """
     import torch
 

@@ -91,7 +91,11 @@ def serve(events: Connection, results: Connection, settings: Settings) -> NoRetu
 
 class Runner:
     def __init__(self, events: int, results: int, settings: Settings, output: IO[bytes]) -> None:
-        """events, results: file descriptors, of JSON lines from rank 0 and of lines of text to it."""
+        """Set up the runner, with no command running.
+
+        Args:
+            events, results: file descriptors, of JSON lines from rank 0 and of lines of text to it.
+        """
         self._events, self._results, self._settings, self._output = events, results, settings, output
         self._folder = Path(settings.folder)
         self._buffer = b""
@@ -297,7 +301,11 @@ class Events:
         return events
 
     def emit(self, event: str, step: int, **details: Any) -> None:
-        """Report an event. details: what the commands are given about it, as JSON. Does not wait."""
+        """Report an event. Does not wait.
+
+        Args:
+            details: what the commands are given about it, as JSON.
+        """
         self._send({"event": event, "step": step, **details})
 
     def at_step(self, step: int) -> None:
@@ -358,7 +366,8 @@ def prepare(run_dir: Path, rank: int, commands: Sequence[str]) -> Events:
 def _wait_for_end(record: Path, start: int) -> None:
     """Wait until the commands of the run's end have run, END_SECONDS at most: a launcher may kill them with the job.
 
-    start: size of the record when the job began.
+    Args:
+        start: size of the record when the job began.
     """
     give_up = time.monotonic() + END_SECONDS
     while time.monotonic() < give_up:

@@ -33,7 +33,9 @@ class InputError(Exception):
     """Bad input, in one line for each mistake: what was found, what was expected, what to do next.
 
     Each is shown as `hpcrl: error: <line>`; exit code 2, no traceback.
-    `everywhere`: all ranks raise this error, so that they can finalize MPI together.
+
+    Args:
+        everywhere: all ranks raise this error, so that they can finalize MPI together.
     """
 
     user_error = True
@@ -181,7 +183,8 @@ def wait_before_kill() -> None:
 def leave(code: int, *, has_reported: bool) -> NoReturn:
     """Exit without MPI, because the main thread may be in it. The launcher kills ranks that cannot exit.
 
-    has_reported: whether this is the rank that has printed the reason; the others wait longer.
+    Args:
+        has_reported: whether this is the rank that has printed the reason; the others wait longer.
     """
     if launched_rank(os.environ) is not None:
         time.sleep(SECONDS_TO_REPORT if has_reported else 2 * SECONDS_TO_REPORT)

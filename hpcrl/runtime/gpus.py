@@ -46,10 +46,13 @@ def bind_near_gpu(node: MPI.Intracomm, pci_id: str) -> list[int] | None:
 
 
 def share(cores: Sequence[Sequence[Core]], rank: int) -> list[int]:
-    """The CPUs of `rank`. `cores`: the cores near the GPU of each rank of the node.
+    """The CPUs of `rank`.
 
     Ranks with the same cores divide them in rank order, as evenly as possible; a core is not divided. Empty if there
     are fewer cores than ranks.
+
+    Args:
+        cores: the cores near the GPU of each rank of the node.
     """
     mine = list(cores[rank])
     sharers = [other for other, theirs in enumerate(cores) if list(theirs) == mine]
@@ -348,7 +351,11 @@ def check_gpu(gpu: Gpu, *, needs_bfloat16: bool, environ: Mapping[str, str], has
 
 
 def check_all_or_none(counts: Sequence[int]) -> None:
-    """Raise InputError if some ranks have GPUs and others have none. `counts`: usable GPUs of each rank."""
+    """Raise InputError if some ranks have GPUs and others have none.
+
+    Args:
+        counts: usable GPUs of each rank.
+    """
     if any(counts) and not all(counts):
         without, having = counts.index(0), [count > 0 for count in counts].index(True)
         raise InputError(
@@ -357,7 +364,11 @@ def check_all_or_none(counts: Sequence[int]) -> None:
 
 
 def check_own_gpus(uuids: Sequence[str]) -> None:
-    """Raise InputError if two ranks have the same GPU. `uuids`: of each rank's GPU."""
+    """Raise InputError if two ranks have the same GPU.
+
+    Args:
+        uuids: the UUID of each rank's GPU.
+    """
     for rank, uuid in enumerate(uuids):
         first = uuids.index(uuid)
         if first < rank:

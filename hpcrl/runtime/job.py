@@ -58,6 +58,9 @@ def run_spmd(
 ) -> NoReturn:
     """Run a job on every rank that the launcher started, and end the process with the job's exit code.
 
+    A user error that all ranks raise ends the job with exit code 2. Any other exception ends it by MPI_Abort, with the
+    rank, its role and phase (`world.status`) and the traceback on the terminal and in exit.json.
+
     Args:
         load: makes the configuration. Runs on rank 0 only, so that a template is read, and its error reported, once.
         main: the job on every rank; returns the exit code. The highest code of all ranks counts.
@@ -66,9 +69,6 @@ def run_spmd(
         prepare_folder: makes what the run directory has to hold before the start. Runs on rank 0 only, once this job
             owns the directory.
         memory_advice: returns what to add to the error of a rank whose GPU is out of memory.
-
-    A user error that all ranks raise ends the job with exit code 2. Any other exception ends it by MPI_Abort, with the
-    rank, its role and phase (`world.status`) and the traceback on the terminal and in exit.json.
     """
     gc.disable()  # importing torch and megatron-core leaves no garbage, and collections take a fifth of its time
     ends_at = end_of_allocation(os.environ) if is_first_launched(os.environ) else None

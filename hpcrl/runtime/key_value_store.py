@@ -51,7 +51,12 @@ class RankListener:
     """Listens on a rank until so many others are connected."""
 
     def __init__(self, host: str, count: int, rank: int = 0) -> None:
-        """count: number of others. rank: that listens."""
+        """Listen on a free port.
+
+        Args:
+            count: number of the other ranks.
+            rank: the rank that listens.
+        """
         self._rank = rank
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._count = count
@@ -184,7 +189,8 @@ class KeyValueStore:
 def open_key_value_store(comm: MPI.Intracomm, host: str | None) -> KeyValueStore:
     """Connect all ranks to a store on rank 0. Collective. Nothing listens any more when it returns.
 
-    host: address of rank 0 for the other ranks. Used on rank 0 only.
+    Args:
+        host: address of rank 0 for the other ranks. Used on rank 0 only.
     """
     if comm.rank != 0:
         address, secret = broadcast_object(comm, None)

@@ -120,15 +120,22 @@ def asks_for_gpu_support(environ: Mapping[str, str]) -> bool:
 
 
 def is_cray(library: str) -> bool:
-    """Whether it is Cray MPICH. library: the string that MPI_Get_library_version returns, also before MPI_Init."""
+    """Whether it is Cray MPICH.
+
+    Args:
+        library: the string that MPI_Get_library_version returns, also before MPI_Init.
+    """
     return "CRAY MPICH" in library.upper()
 
 
 def lacks_gpu_support(loaded: Iterable[str]) -> str | None:
     """Error text if Cray MPICH would abort in MPI_Init because of `GPU_SUPPORT`, otherwise None.
 
-    loaded: paths of the process's shared libraries. Cray MPICH needs its GTL library, which its compiler wrappers link
-    into programs; the interpreter of Python and mpi4py are often built without them.
+    Cray MPICH needs its GTL library, which its compiler wrappers link into programs; the interpreter of Python and
+    mpi4py are often built without them.
+
+    Args:
+        loaded: paths of the process's shared libraries.
     """
     if any(os.path.basename(path).startswith("libmpi_gtl_") for path in loaded):
         return None

@@ -63,7 +63,11 @@ def mlp_submodules(layer: ModuleSpec) -> list[MLPSubmodules]:
 def use_mixture(
     layer: ModuleSpec, mixture: type, router: Callable[..., Any], groups: ProcessGroupCollection, **options: Any
 ) -> None:
-    """Replace a layer's mixture of experts and router. options: of `mixture`."""
+    """Replace a layer's mixture of experts and router.
+
+    Args:
+        options: options of `mixture`.
+    """
     description = layer.submodules.mlp
     submodules_of(description).router = router
     if isinstance(description, ModuleSpec):

@@ -61,7 +61,9 @@ def wait_until(ready: Callable[[], bool], eager_tests: int | None = None) -> Non
     """Call `ready` until it returns True: first yielding the core in between, then sleeping for 20 us up to 1 ms.
 
     `ready` must make progress itself, as MPI_Test does: nothing else makes progress while this rank sleeps.
-    eager_tests: those of `back_off` by default.
+
+    Args:
+        eager_tests: by default those of `back_off`.
     """
     for _ in range(back_off.eager_tests if eager_tests is None else eager_tests):
         if ready():

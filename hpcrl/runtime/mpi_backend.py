@@ -267,7 +267,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         return MpiWork(tensors)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> MpiWork:
-        """`input`: the concatenated parts of all ranks; `output` may be a slice of it."""
+        """Reduce each rank's part over all ranks.
+
+        Args:
+            input: the concatenated parts of all ranks; `output` may be a slice of it.
+        """
         self._check_parts("reduce_scatter", whole=input, part=output)
         reduction = Reduction.of(opts.reduceOp, input.dtype, self._size)
         whole, part = reduction.to_wire(input), reduction.receive_buffer(output)
@@ -308,7 +312,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         return MpiWork(tensors)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MpiWork:
-        """`output`: the concatenated parts of all ranks; `input` may be a slice of it."""
+        """Gather `input` of all ranks.
+
+        Args:
+            output: the concatenated parts of all ranks; `input` may be a slice of it.
+        """
         self._check_parts("all_gather", whole=output, part=input)
         whole, part = receive_buffer(output), dense(input)
         # megatron gathers parameters from this rank's slice of the buffer that receives them

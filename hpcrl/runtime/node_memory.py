@@ -52,7 +52,10 @@ def folder_in(parent: str, run: Path) -> Path:
 def next_ranks(nodes: Sequence[Any]) -> list[int | None]:
     """For each rank the one on the next node that stores copies of its files; None if all ranks are on one node.
 
-    nodes: the node of each rank. The nodes form a ring, in the order of their lowest ranks.
+    The nodes form a ring, in the order of their lowest ranks.
+
+    Args:
+        nodes: the node of each rank.
     """
     members: dict[Any, list[int]] = {}
     for rank, node in enumerate(nodes):

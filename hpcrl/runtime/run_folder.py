@@ -35,10 +35,12 @@ NOTHING = "nothing was written"
 
 
 def make_directory(path: Path, *, is_shared: bool) -> None:
-    """Make a folder of a run, for its user only. is_shared: run.group_readable; the user's group can read it too, with
-    the files of an earlier attempt.
+    """Make a folder of a run, for its user only.
 
     Raises InputError, one line, if another user could redirect what a job writes there. Nothing is written then.
+
+    Args:
+        is_shared: run.group_readable; the user's group can read it too, with the files of an earlier attempt.
     """
     try:
         _check_place(path)

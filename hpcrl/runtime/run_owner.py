@@ -240,7 +240,11 @@ def take(folder: Path, heartbeat_seconds: float) -> int:
 
 
 def hold(folder: Path, number: int, heartbeat_seconds: float, rank: int, record: Owner | None = None) -> None:
-    """Have this rank check its job's ownership from now on. record: on rank 0, the owner's, whose counter it writes."""
+    """Have this rank check its job's ownership from now on.
+
+    Args:
+        record: on rank 0, the record of the owner, whose counter it writes.
+    """
     global _held
     _held = Held(folder, number, heartbeat_seconds, rank, record)
     threading.Thread(target=_held.run, name="owner", daemon=True).start()

@@ -148,8 +148,11 @@ class SpanRecorder:
     def span(
         self, name: str, inner: AbstractContextManager[object] | None = None, command: int = 0
     ) -> AbstractContextManager[object]:
-        """A context that is recorded under this name; `inner` is entered inside it. command: the controller's command
-        that runs in it."""
+        """A context that is recorded under this name; `inner` is entered inside it.
+
+        Args:
+            command: the controller's command that runs in it.
+        """
         return _Span(self, name, inner, command) if self.enabled else inner or _NOTHING
 
     def begin_wait(self, now: float) -> None:

@@ -47,7 +47,8 @@ class C10dStore:
     def open(cls, comm: MPI.Intracomm, host: str | None) -> C10dStore:
         """Start the store on rank 0, on a free port, and connect all ranks. Collective.
 
-        host: address of rank 0 for the other ranks. Used on rank 0 only.
+        Args:
+            host: address of rank 0 for the other ranks. Used on rank 0 only.
         """
         from torch.distributed import PrefixStore, TCPStore
 

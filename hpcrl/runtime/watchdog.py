@@ -70,22 +70,25 @@ class Diagnosis:
 def is_hang(ranks: Sequence[PeerStatus], timeout_s: float) -> bool:
     """Whether all ranks have been silent for longer than the longest of their timeouts.
 
-    timeout_s: the timeout of a rank that has never written a heartbeat.
+    Args:
+        timeout_s: the timeout of a rank that has never written a heartbeat.
     """
     longest = max(peer.heartbeat.timeout_s if peer.heartbeat else timeout_s for peer in ranks)
     return min(peer.silent_s for peer in ranks) >= longest
 
 
 def diagnose(ranks: Sequence[PeerStatus]) -> Diagnosis:
-    """Find the ranks that the others wait for. `ranks`: all ranks, in their order.
+    """Find the ranks that the others wait for.
 
     1. Ranks whose heartbeat is stale: no Python runs there.
     2. Otherwise commands decide. A part of command k waits only for parts of k on other ranks, so the cause is among
-    the
-       ranks in the lowest command: those that do not wait inside MPI.
+       the ranks in the lowest command: those that do not wait inside MPI.
 
     Waits for a GPU's collective are not visible. So if no rank waits inside MPI, or the ticks of those that do not wait
     differ, any of them may be the cause: the last stage of a pipeline has fewer ticks than the stage it waits for.
+
+    Args:
+        ranks: all ranks, in their order.
     """
     everyone = tuple(ranks)
     stale = [peer for peer in everyone if peer.is_stale or peer.heartbeat is None]
@@ -112,8 +115,10 @@ def render(
 ) -> str:
     """The text of `verdict.md`.
 
-    stacks: stack traces by rank, as faulthandler writes them. when: the time of the report. slow: what was logged about
-    slow ranks before.
+    Args:
+        stacks: stack traces by rank, as faulthandler writes them.
+        when: the time of the report.
+        slow: what was logged about slow ranks before.
     """
     first = diagnosis.first
     step = f"Step {first.step}. " if first else ""
@@ -202,7 +207,11 @@ POLL = 0.1  # seconds
 
 
 def start(run_dir: Path, rank: int, size: int, status: RankStatus, limits: Any) -> None:
-    """Start this rank's watchdog, a daemon thread that runs until the process ends. `limits`: config `run.watchdog`."""
+    """Start this rank's watchdog, a daemon thread that runs until the process ends.
+
+    Args:
+        limits: the config `run.watchdog`.
+    """
     if not limits.enable:
         return
     folder = run_dir / rank_status.FOLDER

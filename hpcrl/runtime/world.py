@@ -308,7 +308,11 @@ def _connect(
     *,
     one_node: bool,
 ) -> KeyValueStore:
-    """Start torch.distributed over a store of rank 0's. timeout: of NCCL's collectives; None: without NCCL."""
+    """Start torch.distributed over a store of rank 0's.
+
+    Args:
+        timeout: timeout of NCCL's collectives; None: without NCCL.
+    """
     import torch.distributed as dist
 
     if backend == "mpi_host":

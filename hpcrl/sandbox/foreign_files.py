@@ -63,9 +63,12 @@ class ForeignFileError(OSError):
 def open_file(path: Name, root: Name | None = None, *, most: int | None = None, links: bool = True) -> BinaryIO:
     """Open a regular file below `root` to read its bytes; None: its own folder.
 
-    Links are followed if they lead to a file below `root`, or in a folder of the Hugging Face cache to its blobs. most:
-    bytes that the file may have. links: whether it may be a link at all. Raises OSError if it cannot be opened,
-    ForeignFileError if it must not be.
+    Links are followed if they lead to a file below `root`, or in a folder of the Hugging Face cache to its blobs.
+    Raises OSError if it cannot be opened, ForeignFileError if it must not be.
+
+    Args:
+        most: bytes that the file may have.
+        links: whether it may be a link at all.
     """
     path = Path(path)
     root = path.parent if root is None else Path(root)

@@ -161,7 +161,11 @@ class ForkedChildren:
             self._reply(number, Outcome("crashes", None, why))
 
     def _end(self, key: Any, outcome: Outcome | None) -> int:
-        """Kill a child, and return its exit code. outcome: of the request that it runs, if any."""
+        """Kill a child, and return its exit code.
+
+        Args:
+            outcome: outcome of the request that it runs, if any.
+        """
         child = self._children.pop(key)
         process_tree.kill_tree(child.pid)
         _, status = os.waitpid(child.pid, 0)

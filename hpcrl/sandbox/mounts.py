@@ -44,7 +44,8 @@ def detach(folder: str) -> None:
 def show(sources: dict[str, int], root: str) -> None:
     """Bind-mount files and folders, with the mounts in them, below `root`, and make all mounts there read-only.
 
-    sources: for each path below `root`, a file descriptor of what it is to show.
+    Args:
+        sources: for each path below `root`, a file descriptor of what it is to show.
     """
     for place, source in sources.items():
         bind_mount(f"/proc/self/fd/{source}", root, place)

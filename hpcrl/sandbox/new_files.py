@@ -21,9 +21,12 @@ from hpcrl.sandbox.foreign_files import ERRORS
 @contextmanager
 def draft_of(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """An empty file beside `path` with a name that cannot be guessed. It replaces `path`, a link too, at the end of the
-    `with`; after an error it is removed. mode: permissions before the umask.
+    `with`; after an error it is removed.
 
     For a device or a pipe, such as /dev/stdout: `path` itself.
+
+    Args:
+        mode: permissions before the umask.
     """
     if path.exists() and not path.is_file():
         yield path

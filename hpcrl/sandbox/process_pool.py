@@ -42,8 +42,13 @@ class TimeBudget:
     """
 
     def __init__(self, seconds: float | None, num_workers: int, setting: str) -> None:
-        """seconds: of a batch; None: LEAST_BATCH_SECONDS, or PART_OF_TIMEOUTS if that is more. The workers share it.
-        setting: its name in the template."""
+        """Set up the budget.
+
+        Args:
+            seconds: seconds of a batch, which the workers share; None: LEAST_BATCH_SECONDS, or PART_OF_TIMEOUTS if that
+                is more.
+            setting: name of the setting in the template.
+        """
         self.setting = setting
         self._seconds = seconds
         self._num_workers = num_workers
@@ -51,7 +56,11 @@ class TimeBudget:
         self._share = 1.0  # of a request's timeout
 
     def renew(self, timeouts: float) -> None:
-        """Begin the time of a batch again. timeouts: the sum of its requests' timeouts."""
+        """Begin the time of a batch again.
+
+        Args:
+            timeouts: the sum of its requests' timeouts.
+        """
         if self._seconds is None:
             self._total = max(LEAST_BATCH_SECONDS * self._num_workers, PART_OF_TIMEOUTS * timeouts)
         else:
@@ -60,7 +69,11 @@ class TimeBudget:
         self._share = RESERVED_PART * self._total / timeouts
 
     def take(self, timeout: float, others: float) -> float:
-        """The limit of a request that begins. others: the sum of the timeouts of those that have not begun."""
+        """The limit of a request that begins.
+
+        Args:
+            others: the sum of the timeouts of those that have not begun.
+        """
         return self._take(min(timeout, max(self._share * timeout, self._left - self._share * others)))
 
     def left_for(self, timeout: float, others: float) -> float:
@@ -211,8 +224,12 @@ class ProcessPool:
         log_path: str | None = None,
         on_answer: Callable[[int, float, float], None] | None = None,
     ) -> None:
-        """on_answer: called with the number of the process, and the monotonic times at which it began and ended a
-        request."""
+        """Set up the pool.
+
+        Args:
+            on_answer: called with the number of the process, and the monotonic times at which it began and ended a
+                request.
+        """
         self._source = source
         self._on_answer = on_answer
         self._num_workers = num_workers

@@ -57,7 +57,11 @@ def main() -> None:
 
 
 def sockets(network: bool) -> int:
-    """Bytes that the program's sockets can hold; network: it has a network namespace of its own."""
+    """Bytes that the program's sockets can hold.
+
+    Args:
+        network: whether it has a network namespace of its own.
+    """
     return process_tree.socket_bytes() if network else 0
 
 

@@ -34,8 +34,12 @@ SECONDS_TO_MOUNT = 30.0
 class Files:
     """The task's view of files: below `VIEW` in this mount namespace, and the root of its commands.
 
-    folder: what is in /workspace at first. image: a folder with the root, or a squashfs file with it; "": the system's
-    programs, `shown`, which are read-only. squashfuse: a program. layers: False to copy even where the kernel has them.
+    Args:
+        folder: what is in /workspace at first.
+        image: a folder with the root, or a squashfs file with it; "": the system's programs, `shown`, which are
+            read-only.
+        squashfuse: path of that program.
+        layers: False to copy even where the kernel has them.
     """
 
     def __init__(
@@ -140,7 +144,8 @@ MAX_LAYERS = 200  # the kernel takes 500, and 4,096 bytes of names
 class Layers:
     """A stack of folders for each place of the view. Only the top one is written to; a snapshot puts a new one on it.
 
-    start: for each place ("" is the root), the folder that it starts with.
+    Args:
+        start: for each place ("" is the root), the folder that it starts with.
     """
 
     def __init__(self, start: dict[str, str]) -> None:

@@ -75,6 +75,13 @@ class SandboxLost(RuntimeError):
 class TaskSandbox:
     """The files of a task, and commands that run on them. A context manager; not for several threads at once.
 
+    All changes are in memory and end with the sandbox. A command sees no other files, has no network, sees no other
+    processes, and cannot gain privileges; some system calls fail (`seccomp`). Processes that it leaves running stay for
+    the next commands, until `end_processes`, a snapshot, a restore, or the end; the limits count them too.
+
+    Raises SandboxUnavailable if the kernel does not allow it, or the files cannot be used; ValueError for limits that
+    exclude each other; RuntimeError in a process that uses MPI, because it starts a process.
+
     Args:
         folder: what is in /workspace at first; nothing of it is changed.
         image: a root file system: a folder that the user owns, or a squashfs file (with squashfuse) whose files have
@@ -82,13 +89,6 @@ class TaskSandbox:
         limits: see `Limits`.
         packages: folders such as site-packages that the Python of this process is to see; without an image.
         layers: False to copy the folder even where the kernel could copy what changes only.
-
-    All changes are in memory and end with the sandbox. A command sees no other files, has no network, sees no other
-    processes, and cannot gain privileges; some system calls fail (`seccomp`). Processes that it leaves running stay for
-    the next commands, until `end_processes`, a snapshot, a restore, or the end; the limits count them too.
-
-    Raises SandboxUnavailable if the kernel does not allow it, or the files cannot be used; ValueError for limits that
-    exclude each other; RuntimeError in a process that uses MPI, because it starts a process.
     """
 
     def __init__(
@@ -147,8 +147,11 @@ class TaskSandbox:
         is killed with what it has started, except orphans that called setsid; if memory or processes exceed a limit,
         what was left running is killed too.
 
-        environment: variables beside PATH, HOME, USER, LANG, TERM, TMPDIR and OMP_NUM_THREADS. folder: its working
-        folder. Raises SandboxLost.
+        Raises SandboxLost.
+
+        Args:
+            environment: variables beside PATH, HOME, USER, LANG, TERM, TMPDIR and OMP_NUM_THREADS.
+            folder: its working folder.
         """
         given = ["bash", "-lc", command] if isinstance(command, str) else list(map(str, command))
         variables = {"PATH": self._path, "HOME": HOME, "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
@@ -279,8 +282,11 @@ def probe_sandbox() -> Availability:
 def require(availability: Availability | None = None) -> None:
     """Raise SandboxUnavailable, an error of the user in one line, if this machine cannot have such sandboxes.
 
-    For the start of a job that needs them. availability: of `probe_sandbox`; None, in a process that uses MPI: a child
-    of the fork server finds out.
+    For the start of a job that needs them.
+
+    Args:
+        availability: what `probe_sandbox` returned; None, in a process that uses MPI: a child of the fork server finds
+            out.
     """
     availability = availability or fork_server.call(probe_sandbox) or Availability(DIED)
     if availability.why_not:

@@ -47,9 +47,12 @@ Serve = Callable[[Session, BinaryIO, BinaryIO], None]
 
 
 class Watcher:
-    """A process that has a `Session`. serve: called in it, with the ends of the pipes for requests and replies.
+    """A process that has a `Session`.
 
     A reply is what `Session.run` returns, and whether processes are left running; or None if nothing was run.
+
+    Args:
+        serve: called in the process, with the ends of the pipes for requests and replies.
     """
 
     def __init__(self, limits: dict[str, int], serve: Serve) -> None:
@@ -95,7 +98,11 @@ class Watcher:
 
 
 class Supervisor:
-    """Answers requests: (name of a method, arguments). limits: of `task_sandbox.Limits`, as a dict."""
+    """Answers requests: (name of a method, arguments).
+
+    Args:
+        limits: those of `task_sandbox.Limits`, as a dict.
+    """
 
     def __init__(self, files: Files, limits: dict[str, int]) -> None:
         self.files = files
@@ -104,8 +111,11 @@ class Supervisor:
         self._are_left = False  # they have left processes running
 
     def run(self, *request: Any) -> tuple:
-        """request: command, folder, environment, stdin, seconds. Returns (excess or "", exit code, head, tail, bytes
-        left out of the output)."""
+        """Run a command. Returns (excess or "", exit code, head, tail, bytes left out of the output).
+
+        Args:
+            request: command, folder, environment, stdin, seconds.
+        """
         reply = None if self._watcher is None else self._watcher.request(*request)
         if reply is None:
             self.end_processes()

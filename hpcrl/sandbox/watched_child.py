@@ -97,7 +97,9 @@ def watch(child: Child[Any], wake: int, seconds: float, processes: int, memory: 
     """Return None when the child has ended, or why it must be killed: "timeout", "memory", "processes", "output",
     "stopped" (by `process_tree.END`). Processes that the child leaves behind are not killed.
 
-    wake: reader of `process_tree.wake_on_signals`. memory: the bytes that all processes together may have now.
+    Args:
+        wake: reader of `process_tree.wake_on_signals`.
+        memory: the bytes that all processes together may have now.
     """
     end, next_check = time.monotonic() + seconds, 0.0
     while True:

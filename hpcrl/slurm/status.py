@@ -297,7 +297,11 @@ def states_of(runs: Sequence[tuple[Path, Queued | None, Progress]]) -> list[tupl
 
 
 def state_of(queued: Queued | None, progress: Progress, owner: run_owner.Found | None) -> tuple[str, str]:
-    """As `states_of`. owner: the job that owns the folder, if it runs."""
+    """The state of one folder, as in `states_of`.
+
+    Args:
+        owner: the job that owns the folder, if it runs.
+    """
     if owner is not None:
         return "running", f"on {owner.owner.host}" if owner.owner is not None else ""
     if queued is not None:

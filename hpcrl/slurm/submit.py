@@ -220,7 +220,11 @@ def plan(
     before: Sequence[PlannedJob] = (),
 ) -> PlannedJob:
     """Return the stage's job, checked for its number of ranks and for the length of a slice, with a wall time in place
-    of job.time=auto. `before`: the jobs before it in the chain."""
+    of job.time=auto.
+
+    Args:
+        before: the jobs before it in the chain.
+    """
     overrides = [*request.job_overrides, *stage.overrides]
     overrides += chained(job.read_config(stage.config, overrides), before)
     base = job.read_config(stage.config, overrides)

@@ -168,7 +168,11 @@ class ActorWorker(ModelWorker):
         return DataProto(tokens, {}, {"metrics": to_floats(metrics)})
 
     def _estimator_tensors(self, batch: DataProto, has_failed: np.ndarray) -> dict[str, Any]:
-        """Tensors that the estimator takes, by verl's names. has_failed: bool (N,), see `_groups`."""
+        """Tensors that the estimator takes, by verl's names.
+
+        Args:
+            has_failed: bool (N,), see `_groups`.
+        """
         samples, keys = batch.samples, self.config.algorithm.gdpo_reward_keys
         sources: dict[str, Callable[[], Any]] = {
             "index": lambda: torch.from_numpy(_groups(batch, has_failed)),

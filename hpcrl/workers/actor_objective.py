@@ -92,8 +92,13 @@ class ActorObjective:
 
     def derivatives(self, log_probs: torch.Tensor, mini: DataProto, key: tuple[int, int]) -> torch.Tensor:
         """d loss / d log-prob of the policy loss of each token before its mean over tokens, (B, T) fp32: 0 where the
-        loss is clipped. log_probs (B, T): those at the update. Losses that draw or rank tokens of a micro-batch (cov,
-        bypass_mode) see all of the replica's mini-batch here."""
+        loss is clipped.
+
+        Losses that draw or rank tokens of a micro-batch (cov, bypass_mode) see all of the replica's mini-batch here.
+
+        Args:
+            log_probs: (B, T), those at the update.
+        """
         variable = log_probs.clone().requires_grad_()
         if not len(variable):
             return log_probs

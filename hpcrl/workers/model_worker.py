@@ -80,9 +80,14 @@ class ModelWorker(Worker):
         lora: Lora | None = None,
         exact: bool = False,
     ) -> None:
-        """optim: that of the role's section unless given. total_updates: optimizer steps of the run, one per step
-        unless given, for the learning-rate schedule. lora: adapters, the only weights that are trained then. exact:
-        log-probs with the bits of the rollout engine's."""
+        """Build the role's model.
+
+        Args:
+            optim: section of the optimizer; None: that of the role.
+            total_updates: optimizer steps of the run, for the learning-rate schedule; None: one per step.
+            lora: adapters, the only weights that are trained then.
+            exact: compute log-probs with the bits of the rollout engine's.
+        """
         super().__init__(groups.layout, groups.rank)
         self.config = config
         spec, model = self.spec, self.spec.architecture(config)
@@ -127,8 +132,11 @@ class ModelWorker(Worker):
         """Start writing the role's current weights and optimizer state to <folder>/<role>; `folder` exists.
 
         Later updates do not affect it. A SavedPart is published under <key>/<role>/<rank> when this rank's part is
-        written. scratch: see `checkpoint.scratch`. keep_memory: keep the copy's memory for the next save. Offloaded
-        state is on the device until it is copied.
+        written. Offloaded state is on the device until it is copied.
+
+        Args:
+            scratch: see `checkpoint.scratch`.
+            keep_memory: keep the copy's memory for the next save.
         """
         from hpcrl.engine.checkpoint.sharded_save import ShardedSave  # a second of imports, for runs that save
 

@@ -57,7 +57,13 @@ class PreferencePolicy(ModelWorker):
         temperature: float = 1.0,
         **options: Any,
     ) -> None:
-        """params: loss_type and its parameters. temperature: of log-probs. options: see `ModelWorker`."""
+        """Build the policy with the loss that `params` names.
+
+        Args:
+            params: loss_type and its parameters.
+            temperature: temperature of log-probs.
+            options: see `ModelWorker`.
+        """
         super().__init__(groups, shape, config, lora=Lora.from_config(config.model), **options)
         self.params, self.temperature = params, temperature
         self.loss = PREFERENCE_LOSSES.get(params.loss_type)
@@ -85,7 +91,11 @@ class PreferencePolicy(ModelWorker):
     def _loss(
         self, norm: LossNorm, num_chosen: float, outputs: dict[str, Tensor], part: TensorBatch | DataProto
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """This part's share of the loss, a scalar, and its metrics. log_probs of the outputs: (2 B, T)."""
+        """This part's share of the loss, a scalar, and its metrics.
+
+        Args:
+            outputs: `log_probs`, (2 B, T).
+        """
         log_probs, mask = outputs["log_probs"], part.padded("response_mask").float()
         lengths = mask.sum(-1).clamp(min=1).view(-1, 2).unbind(1)
         policy = summed(log_probs, mask).view(-1, 2).unbind(1)
@@ -202,7 +212,11 @@ class KtoActorWorker(PreferenceActorWorker):
     def _labelled_loss(
         self, kl: float, norm: LossNorm, outputs: dict[str, Tensor], part: TensorBatch | DataProto
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """This part's share of the loss, a scalar, and its metrics. log_probs of the outputs: (B, T)."""
+        """This part's share of the loss, a scalar, and its metrics.
+
+        Args:
+            outputs: `log_probs`, (B, T).
+        """
         policy = summed(outputs["log_probs"], part.padded("response_mask"))
         ref, good = (torch.from_numpy(part.samples[name]).to(policy.device) for name in ("ref_logps", "label"))
         ratios = policy - ref

@@ -102,7 +102,8 @@ class EncodedPictures:
     def column(self, answers: Sequence[Sequence[ToolPicture]] | None = None) -> PictureColumn:
         """The pictures for other roles: features of a frozen tower, or patches for one that is trained.
 
-        answers: of each sample, the pictures that tools returned.
+        Args:
+            answers: the pictures that tools returned, of each sample.
         """
         samples = self.samples if answers is None else with_answers(self.samples, answers)
         places = PicturePlaces.of_samples(samples)
@@ -203,7 +204,9 @@ class PromptPictures:
     ) -> DataProto:
         """The pictures of drawn responses as columns, and their counts as metrics. For leaders.
 
-        has_tools: a column says what tools returned. archives: write that to files, for a replay.
+        Args:
+            has_tools: add a column of what tools returned.
+            archives: write that to files, for a replay.
         """
         answers = [done.pictures for done in trajectories]
         returned = [picture for answer in answers for picture in answer]
@@ -247,8 +250,11 @@ class PromptPictures:
         *,
         divided: bool,
     ) -> None:
-        """Encode the pictures with these distinct keys that neither `shown` nor the cache has. decode: from numbers of
-        pictures to their patches."""
+        """Encode the pictures with these distinct keys that neither `shown` nor the cache has.
+
+        Args:
+            decode: returns the patches of pictures, given their numbers.
+        """
         missing = [number for number, key in enumerate(keys) if key not in shown.features and key not in self._cache]
 
         def decode_missing(numbers: Sequence[int]) -> list[np.ndarray]:

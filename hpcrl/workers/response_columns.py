@@ -36,8 +36,12 @@ def response_columns(
     requests: Sequence[Request], trajectories: Sequence[Trajectory], routed_width: int = 0
 ) -> DataProto:
     """Responses as columns: sequences are prompt then response; `response_mask` and `rollout_log_probs` have an entry
-    per response token, `routed_experts`, if responses have them, a row per token of the sequence. routed_width: numbers
-    in such a row, if there is to be one although no response may have run; 0: as responses have them."""
+    per response token, `routed_experts`, if responses have them, a row per token of the sequence.
+
+    Args:
+        routed_width: numbers in such a row, if there is to be one although no response may have run; 0: as responses
+            have them.
+    """
     pairs = zip(requests, trajectories, strict=True)
     prompts = [it.prompt_ids if one.prompt_ids is None else one.prompt_ids for it, one in pairs]
     prompt_length = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -104,7 +108,10 @@ def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray, width: int
 
 def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, scores: bool) -> DataProto:
     """Responses of meta_info["step"] in the archive `folder`, for a worker's prompts; `position` is the row there.
-    scores: read their scores as well."""
+
+    Args:
+        scores: whether to read their scores as well.
+    """
     needs_experts = worker.config.actor.router_replay.mode == "R3"
     names = [*RECORDED, *["token_level_scores"] * scores, *["routed_experts?"] * needs_experts]
     names += ["turn_rewards?", "turn_states?", "sequence_starts?"]
@@ -135,7 +142,11 @@ def recorded_responses(worker: RolloutWorker, batch: DataProto, folder: str, *, 
 def _check_fit(
     worker: RolloutWorker, folder: str, tokens: Mapping[str, tuple[np.ndarray, np.ndarray]], samples: Sequence[list]
 ) -> None:
-    """Raise InputError for a recording with other data files or a larger vocabulary. samples: uid, row and epoch."""
+    """Raise InputError for a recording with other data files or a larger vocabulary.
+
+    Args:
+        samples: uid, row and epoch of each sample.
+    """
     prompts, softmax_size = worker.prompts["train"], worker.softmax_size
     for uid, row, epoch in zip(*samples, strict=True):
         uid_now = prompts.uid(row, epoch) if row < len(prompts) else "no such row"

@@ -47,7 +47,11 @@ class Response:
             self.versions = (self.versions[0] if self.versions else version, version)
 
     def finish(self, done: Trajectory, version: int) -> None:
-        """version: of the weights, if it has no token of theirs because its environment failed."""
+        """Record what the response is in the end.
+
+        Args:
+            version: version of the weights, used if it has no token of theirs because its environment failed.
+        """
         self.done, self.versions = done, self.versions or (version, version)
 
 

@@ -44,8 +44,10 @@ class RolloutWorker(Worker):
     """Generates the responses to a batch (`generate`), generates responses without end (`submit`,
     `generate_until_interrupted`, `take_responses`), or reads recorded ones (`replay`).
 
-    scorer: scores finished responses, on leaders. agent: answers the model between turns. pictures: those of prompts,
-    of a vision-language model.
+    Args:
+        scorer: scores finished responses, on leaders.
+        agent: answers the model between turns.
+        pictures: the pictures of prompts, for a vision-language model.
     """
 
     spec = ROLLOUT
@@ -223,7 +225,8 @@ class RolloutWorker(Worker):
     def replay(self, batch: DataProto, folder: str, *, scores: bool = False) -> DataProto:
         """Recorded responses of meta_info["step"] instead of new ones; `position` is the row in the archive.
 
-        `scores`: read their scores as well.
+        Args:
+            scores: whether to read their scores as well.
         """
         return recorded_responses(self, batch, folder, scores=scores)
 

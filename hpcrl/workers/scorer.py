@@ -62,7 +62,8 @@ class ResponseScorer:
     ) -> None:
         """Start scoring a response to a prompt; `response` int32 (length,). Does not wait.
 
-        turns: added to extra_info for a response of several turns. A recorded response is scored without it.
+        Args:
+            turns: added to extra_info for a response of several turns. A recorded response is scored without it.
         """
         if self.manager is None:
             return

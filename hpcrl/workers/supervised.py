@@ -205,7 +205,11 @@ class PreferenceDataWorker(DataWorker):
 
 
 def answer_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:
-    """Columns `input_ids`, prompt then answer, and `response_mask`. pairs: (prompt, answer), int32 ids each."""
+    """Columns `input_ids`, prompt then answer, and `response_mask`.
+
+    Args:
+        pairs: (prompt, answer), int32 ids each.
+    """
     lengths = [len(answer) for _, answer in pairs]
     return DataProto(
         {

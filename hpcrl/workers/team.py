@@ -124,7 +124,8 @@ def read_training_inputs(config: Config, world: World) -> Inputs:
 def add_validation_prompts(inputs: Inputs, config: Config, world: World, without: str = "") -> None:
     """Read data.val_files, and check that every prompt has a scorer. Collective.
 
-    without: the override with which none needs one, for the error.
+    Args:
+        without: the override with which no prompt needs a scorer, for the error.
     """
     data = data_config(config)
     if data.val_files:

@@ -89,7 +89,11 @@ class Case:
         return f"{self.model} {self.algorithm} {self.lengths}: {self.layout}"
 
     def config(self, folder: Path) -> dict[str, Any]:
-        """A job's template. folder: has prompts.jsonl and score.py, and gets the runs."""
+        """A job's template.
+
+        Args:
+            folder: has prompts.jsonl and score.py; the runs are written there.
+        """
         sizes = {axis: size for axis, size in self.actor if axis in AXES}
         placement: dict[str, Any] = {"actor": sizes, "rollout": {"tp": self.engine_tp}}
         if self.algorithm == "ppo":

@@ -65,7 +65,11 @@ def native(
     shows_kernels: bool = False,
     fp8: bool = False,
 ) -> str:
-    """fp8: weights and cache in 8 bits; the floor stays that of bf16."""
+    """Measure decoding by the native engine.
+
+    Args:
+        fp8: weights and cache in 8 bits; the floor stays that of bf16.
+    """
     top = measure_ceilings(world.device)
     accelerator.release_cached_memory(world.device)
     if world.device.type == "cuda":

@@ -26,7 +26,11 @@ TESTS = (
 
 
 def main(part: int, parts: int) -> str:
-    """The same tests without the sanitizer in a rehearsal. part: from 1 on."""
+    """The same tests without the sanitizer in a rehearsal.
+
+    Args:
+        part: number of the part, from 1 on.
+    """
     command = [
         sys.executable,
         "-m",

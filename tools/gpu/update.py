@@ -93,7 +93,11 @@ def sizes(count: int, tokens: int) -> tuple[str, ...]:
 def made(
     world: World, config: Config, template: Path, layout: Layout | None = None, ddp: DdpConfig | None = None
 ) -> TrainEngine:
-    """layout: this rank by itself unless said otherwise."""
+    """Make the actor's engine.
+
+    Args:
+        layout: the actor's layout; None: this rank by itself.
+    """
     draw_on_the_device()
     groups = make_groups({"actor": layout or Layout((world.rank,))}, world.rank)["actor"]
     model = config.model

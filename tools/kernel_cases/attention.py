@@ -28,7 +28,11 @@ STORED_GROUPS, QUERIES = 8, 4
 
 def decode_attention(divisor: int = 1) -> Iterator[Case]:
     """Rows of equal length beside libraries, which have keys and values in a piece; then rows as a rollout has them,
-    few and long, and latent attention. divisor: of rows and lengths."""
+    few and long, and latent attention.
+
+    Args:
+        divisor: divides the rows and lengths.
+    """
     yield _decode(divisor, "256 rows of 4k, 8 x 4 x 128", np.full(256, 4096), 8, 4, 128, peers=True)
     yield _decode(divisor, "256 rows up to 8k, 8 x 4 x 128", np.linspace(1, 8192, 256).astype(np.int64), 8, 4, 128)
     yield _decode(divisor, "8 rows of 32k, 8 x 4 x 128", np.full(8, 32768), 8, 4, 128, peers=True)

@@ -65,7 +65,8 @@ class Adam(Optimizer):
 def adamw_step(weights: Sequence[Tensor], state: States, params: Betas, lr: float, weight_decay: float) -> None:
     """Update fp32 weights in place by torch's AdamW, computed in fp32, with moments rounded to nearest after the step.
 
-    state: by weight, "exp_avg" and "exp_avg_sq" of its shape in fp32 or bf16, and "step", () fp32.
+    Args:
+        state: by weight, "exp_avg" and "exp_avg_sq" of its shape in fp32 or bf16, and "step", () fp32.
     """
     from torch.optim.adamw import adamw
 

@@ -75,8 +75,11 @@ class Muon(Optimizer):
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
     """Return nearly U V^T of the matrix U S V^T, fp32, by Newton-Schulz iterations; 0 of a matrix of zeros.
 
-    matrix: (rows, cols) fp32. x = a x + (b x x^T + c (x x^T)^2) x, from the matrix over its Frobenius norm. In bf16 on
-    GPUs, as in Jordan et al., in fp32 on CPUs.
+    x = a x + (b x x^T + c (x x^T)^2) x, from the matrix over its Frobenius norm. In bf16 on GPUs, as in Jordan et al.,
+    in fp32 on CPUs.
+
+    Args:
+        matrix: (rows, cols) fp32.
     """
     a, b, c = QUINTIC
     x = matrix / matrix.norm().clamp(min=torch.finfo(torch.float32).tiny)

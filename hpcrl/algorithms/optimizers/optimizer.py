@@ -36,9 +36,11 @@ class WholeMatrices(Protocol):
     ) -> dict[Tensor, Tensor]:
         """Return the ranges of function(matrix) by weight, of the matrices that `ranges` are parts of.
 
-        ranges: an fp32 tensor for each weight that is in this collection, of the weight's shape; they are removed. The
-        function gets each projection as the Hugging Face file has it, (out, in) fp32, and returns a tensor of the same
-        shape. Collective.
+        The function gets each projection as the Hugging Face file has it, (out, in) fp32, and returns a tensor of the
+        same shape. Collective.
+
+        Args:
+            ranges: an fp32 tensor for each weight that is in this collection, of the weight's shape; they are removed.
         """
 
 
@@ -53,22 +55,31 @@ class Optimizer:
     without_adapters: ClassVar[str] = ""  # why low-rank adapters cannot be trained with it; "": they can
 
     def __init__(self, params: Any = None) -> None:
-        """params: an instance of the optimizer's parameter dataclass."""
+        """Keep the parameters as `params`.
+
+        Args:
+            params: an instance of the optimizer's parameter dataclass.
+        """
         self.params = params
 
     def state(self, *, is_matrix: bool) -> dict[str, str]:
         """Return the tensors that are kept for a weight, of its shape: name -> "float32" or "bfloat16".
 
-        is_matrix: whether the weight is a matrix of a layer; false for all if the optimizer is not sharded. The state
-        of a sharded optimizer also has "step", () fp32, the number of steps; an optimizer that reads it adds 1 in each
-        step, for all weights.
+        The state of a sharded optimizer also has "step", () fp32, the number of steps; an optimizer that reads it adds
+        1 in each step, for all weights.
+
+        Args:
+            is_matrix: whether the weight is a matrix of a layer; false for all if the optimizer is not sharded.
         """
         raise NotImplementedError(f"{type(self).__name__} has no state(is_matrix)")
 
     def step(self, groups: Groups, state: States, matrices: WholeMatrices) -> None:
-        """Update the weights of all groups in place, by their `grad`. state: as declared, zeros before the first step.
+        """Update the weights of all groups in place, by their `grad`.
 
         A sharded optimizer gets the ranges of elements that this rank updates, (n,) each.
+
+        Args:
+            state: as declared, zeros before the first step.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step(groups, state, matrices)")
 
@@ -116,8 +127,10 @@ Class = TypeVar("Class", bound="type[Optimizer]")
 def register_optimizer(name: str, params: type = NoParameters) -> Callable[[Class], Class]:
     """Make `optim.optimizer=<name>` use the decorated class.
 
-    params: a frozen dataclass (see `hpcrl.algorithms.parameters`). Its keys are `optim.<name>.<field>` in any section
-    that has `optim`; fields that it inherits from a built-in optimizer's dataclass have the values of `optim`.
+    Args:
+        params: a frozen dataclass (see `hpcrl.algorithms.parameters`). Its keys are `optim.<name>.<field>` in any
+            section that has `optim`; fields that it inherits from a built-in optimizer's dataclass have the values of
+            `optim`.
     """
 
     def register(optimizer: Class) -> Class:

@@ -33,7 +33,12 @@ class HashedFile:
     """
 
     def __init__(self, path: Path, mode: int = 0o666, on_progress: Callable[[], None] = lambda: None) -> None:
-        """mode: permissions before the umask. on_progress: called after the file system accepted some bytes."""
+        """Create the file, which must not exist.
+
+        Args:
+            mode: permissions before the umask.
+            on_progress: called after the file system accepted some bytes.
+        """
         self.path = path
         self.size = 0
         self._digest = xxhash.xxh3_128()
@@ -108,7 +113,8 @@ class FileEntry:
 def write_manifest(folder: str | os.PathLike[str], written: Sequence[FileEntry] = ()) -> Path:
     """List every file below `folder` as {path, bytes, xxh3_128}. The list is hashed itself.
 
-    `written`: entries of files that the ranks hashed while writing; only other files are read here.
+    Args:
+        written: entries of files that the ranks hashed while writing; only other files are read here.
     """
     root = Path(folder)
     entries = {entry.path: entry for entry in written}
@@ -128,7 +134,8 @@ def verify(folder: str | os.PathLike[str], *, with_links: bool = False) -> list[
     """Return what is wrong with the folder, one line per file, each beginning with the file's name. Extra files are
     allowed.
 
-    with_links: allow links, as in a bundle of the user; links from an untrusted source could lead anywhere.
+    Args:
+        with_links: allow links, as in a bundle of the user; links from an untrusted source could lead anywhere.
     """
     root = Path(folder)
     try:
@@ -240,10 +247,13 @@ def write_file(
 ) -> FileEntry:
     """Let `write` fill the file `target`, and call `on_written` when its data is no longer needed.
 
-    scratch: folder on this node to write to first, so that the copy in memory is freed as soon as the fast disk has it;
-    its variables are those of this rank. If it cannot be used, a warning is logged and the file is written directly.
-    on_progress: called during writing. Returns the entry of `target` under its bare name. Raises OSError if it cannot
-    be written.
+    Returns the entry of `target` under its bare name. Raises OSError if it cannot be written.
+
+    Args:
+        scratch: folder on this node to write to first, so that the copy in memory is freed as soon as the fast disk has
+            it; its variables are those of this rank. If it cannot be used, a warning is logged and the file is written
+            directly.
+        on_progress: called during writing.
     """
     scratch_file = _write_scratch(scratch, target, write, on_progress) if scratch is not None else None
     if scratch_file is None:

@@ -55,9 +55,15 @@ class ShardedSave:
         memory: list[torch.Tensor] | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """report: called by the thread when the part is written, or has a problem. scratch: folder on this node to
-        write the file to first. memory: buffers of the copy; reuse them for the next save, because allocating new pages
-        takes longer than the copy. on_progress: called by the thread during writing."""
+        """Begin the save of this rank's part.
+
+        Args:
+            report: called by the thread when the part is written, or has a problem.
+            scratch: folder on this node to write the file to first.
+            memory: buffers of the copy; reuse them for the next save, because allocating new pages takes longer than
+                the copy.
+            on_progress: called by the thread during writing.
+        """
         self._path, self._groups, self._scratch = path, groups, scratch
         self._report, self._on_progress = report, on_progress
         state = state_of(engine, groups)

@@ -42,17 +42,20 @@ class Retention:
     larger_is_better: bool = True
 
     def steps_to_drop(self, values: Mapping[int, float | None]) -> set[int]:
-        """Return the steps to remove. values: step -> value of the metric, of all checkpoints; the newest is always
-        kept."""
+        """Return the steps to remove.
+
+        Args:
+            values: step -> value of the metric, of all checkpoints; the newest is always kept.
+        """
         if self.last is None:
             return set()
         newest_first = sorted(values, reverse=True)
-        kept = set(newest_first[: self.last])
-        kept |= {step for step in newest_first if self.every is not None and step % self.every == 0}
+        to_keep = set(newest_first[: self.last])
+        to_keep |= {step for step in newest_first if self.every is not None and step % self.every == 0}
         sign = 1.0 if self.larger_is_better else -1.0
         valued = [(sign * value, step) for step, value in values.items() if value is not None and not math.isnan(value)]
-        kept |= {step for _, step in sorted(valued, reverse=True)[: self.best or 0]}
-        return set(values) - kept
+        to_keep |= {step for _, step in sorted(valued, reverse=True)[: self.best or 0]}
+        return set(values) - to_keep
 
 
 log = logging.getLogger(__name__)
@@ -99,9 +102,12 @@ class CheckpointStore:
     ) -> Path:
         """Commit the checkpoint of `step`, after all ranks have written and fsynced their files.
 
-        written: the files of all ranks, which are not read again. metric: value of the retention's metric at this step.
         A kill at any point leaves this checkpoint or the previous one complete. Raises OSError if it failed; then call
         `discard`.
+
+        Args:
+            written: the files of all ranks, which are not read again.
+            metric: value of the retention's metric at this step.
         """
         pending, final, replaced = self.pending(step), self.folder(step), self.root / f"step_{step:08d}.replaced"
         best = {"best_metric": {"name": self._retention.metric, "value": metric}} if self._retention.metric else {}

@@ -53,10 +53,12 @@ class Refit:
 
     `comm` contains the ranks of the layouts and is not kept. Construction, `run` and `close` are collective over the
     ranks of the two layouts. Ranks of one of the plan's `nodes` share memory. `bucket_bytes` bounds the buffers for
-    transfers and checksums together; most of it is allocated once and kept. `device_group`: the refit's ranks over
-    NCCL, for weights on GPUs. `verify` selects the refits after which checksums are compared: the first two, each, or
-    none. The engine has the weights `quantized` as `Fp8Matrix`: values are sent in `dtype`, and quantised when they are
-    written.
+    transfers and checksums together; most of it is allocated once and kept. `verify` selects the refits after which
+    checksums are compared: the first two, each, or none. The engine has the weights `quantized` as `Fp8Matrix`: values
+    are sent in `dtype`, and quantised when they are written.
+
+    Args:
+        device_group: the refit's ranks over NCCL, for weights on GPUs.
     """
 
     def __init__(

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 
 class RowScales:
-    """One fp32 scale for each row of the weights `names`, on every rank of `comm`, the refit's. `dtype`: that of the
-    values which are quantised."""
+    """One fp32 scale for each row of the weights `names`, on every rank of `comm`, the refit's.
+
+    Args:
+        dtype: dtype of the values that are quantised.
+    """
 
     def __init__(
         self, resharding: Resharding, comm: MPI.Intracomm, rank: int, dtype: torch.dtype, names: Collection[str]

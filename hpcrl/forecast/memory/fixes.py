@@ -101,7 +101,8 @@ def _fits(job: TrainingPlan, change: Mapping[str, object]) -> bool:
 def _needed_only(job: TrainingPlan, kinds: Sequence[_Kind], more: Mapping[str, object] | None = None) -> Fix:
     """Weaken each kind, the last one first, as long as the job fits; then drop the keys that are not needed.
 
-    more: further changes, which stay.
+    Args:
+        more: further changes, which stay.
     """
     for kind in reversed(kinds):
         last = kind.chosen

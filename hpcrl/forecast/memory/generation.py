@@ -122,7 +122,11 @@ class PicturePass:
 
     def _norm(self, *, has_weight: bool) -> int:
         """Bytes of a patch: input and output; Qwen2.5-VL's RMSNorm keeps its input in fp32, and the normalised input
-        too. has_weight: its weight and the next are trained; otherwise only the input is kept."""
+        too.
+
+        Args:
+            has_weight: whether its weight and the next are trained; otherwise only the input is kept.
+        """
         hidden, itemsize = self._hidden, self.itemsize
         if self._is_qwen3:
             return hidden * itemsize * (2 if has_weight else 1) + 2 * FP32

@@ -302,7 +302,8 @@ def staged_bytes(model: RoleModel, stage: int) -> int:
 def snapshot_bytes(models: Mapping[str, RoleModel], nodes: Sequence[Node]) -> dict[Node, int]:
     """Bytes of a run's snapshots by node: two of its ranks, and two copies of those of the node before.
 
-    nodes: of each rank.
+    Args:
+        nodes: the node of each rank.
     """
     own = [0] * len(nodes)
     for model in models.values():
@@ -317,7 +318,11 @@ def snapshot_bytes(models: Mapping[str, RoleModel], nodes: Sequence[Node]) -> di
 
 def kept_checkpoints(trainer: TrainerConfig, steps: int | None, *, saves_last: bool = False) -> int | None:
     """Largest number of checkpoints that exist at once in a run of so many steps, the one being written included; None
-    if it is not known. saves_last: the job saves after its last step, whatever trainer.save_freq is."""
+    if it is not known.
+
+    Args:
+        saves_last: whether the job saves after its last step, whatever trainer.save_freq is.
+    """
     options = trainer.checkpoint
     if trainer.save_freq == -1:
         return int(saves_last)

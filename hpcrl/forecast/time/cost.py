@@ -75,7 +75,11 @@ class Units(NamedTuple):
 
     @classmethod
     def of(cls, device: Device, dtype: Dtype, itemsize: int, *, replays: bool = False) -> Units:
-        """replays: whether operators are launched by a CUDA graph, if the device has them."""
+        """Return the units of a device and a dtype.
+
+        Args:
+            replays: whether operators are launched by a CUDA graph, if the device has them.
+        """
         product, attended = rate_of(device.matmul, dtype), rate_of(device.attention, dtype)
         replays = replays and device.replay > 0
         launch, is_ahead = device.replay if replays else device.launch, device.kind == "gpu" and not replays
@@ -103,8 +107,12 @@ class Units(NamedTuple):
         return Cost(products=computing, memory=max(0.0, moving - computing), launches=self.launch)
 
     def attention(self, pairs: float, rows: float, width: float) -> Cost:
-        """Causal attention over so many pairs of tokens, of sequences of `rows` tokens in the mean; width: of queries
-        and of values, of all heads of the rank. Two operations for each number of a pair: scores, and values."""
+        """Causal attention over so many pairs of tokens, of sequences of `rows` tokens in the mean. Two operations for
+        each number of a pair: scores, and values.
+
+        Args:
+            width: width of queries and of values, over all heads of the rank.
+        """
         slowed = 1.0 + self.attended.half_rows / max(rows, 1.0)
         return Cost(attention=2.0 * pairs * width * slowed / self.attended.flops, launches=self.launch)
 
@@ -156,7 +164,11 @@ class Network(NamedTuple):
 
     @classmethod
     def of(cls, machine: Machine, ranks_per_node: int | None = None) -> Network:
-        """ranks_per_node: of the job; None: as many as the machine is made for."""
+        """Return the network of a machine.
+
+        Args:
+            ranks_per_node: ranks of the job on a node; None: as many as the machine is made for.
+        """
         links, node, is_gpu = machine.links, machine.node, machine.device.kind == "gpu"
         is_crowded = node.cores is not None and (ranks_per_node or node.ranks) > node.cores
         cores = node.cores, node.contention if is_crowded else 0.0
@@ -250,8 +262,9 @@ def refit_shares(
     """What each distinct rank moves, as `hpcrl.engine.refit.planner` has it: a rank copies what it holds, receives the
     rest once, from its own node if a rank of the node holds it, and senders have equal shares.
 
-    stages: of the weights, the share of each pipeline stage; all weights of a stage count as divided by tensor
-    parallelism, experts and norms too.
+    Args:
+        stages: each pipeline stage's share of the weights; all weights of a stage count as divided by tensor
+            parallelism, experts and norms too.
     """
     parts = {rank: (it.pp, it.tp) for rank in source.ranks for it in [source.coord(rank)]}
     on_node: dict[int, set[tuple[int, int]]] = defaultdict(set)
@@ -286,9 +299,14 @@ def refit_shares(
 def refit_cost(
     shares: tuple[Moved, ...], nbytes: float, network: Network, bandwidth: float, busy: int, *, aliases: bool
 ) -> Cost:
-    """Of the rank that takes longest, which sends and receives at the same time; what the actor and the engine share is
-    not copied. nbytes: of the whole model in the engine's dtype. bandwidth: of a rank's memory. busy: ranks of a
-    node."""
+    """Cost of the rank that takes longest, which sends and receives at the same time; what the actor and the engine
+    share is not copied.
+
+    Args:
+        nbytes: bytes of the whole model in the engine's dtype.
+        bandwidth: bandwidth of a rank's memory.
+        busy: ranks of a node.
+    """
     inside, between = network.inside, network.between(busy)
 
     def seconds(it: Moved) -> tuple[float, float]:

@@ -112,7 +112,11 @@ class Optimizer(NamedTuple):
 
     @classmethod
     def of(cls, model: RoleModel, itemsize: int) -> Optimizer:
-        """itemsize: bytes of a weight."""
+        """Return the optimizer of a role's model.
+
+        Args:
+            itemsize: bytes of a weight.
+        """
         assert model.optim is not None and model.chosen is not None
         chosen, copy = model.chosen, FP32 * (itemsize < FP32)
         is_divided = chosen.is_sharded
@@ -123,8 +127,11 @@ class Optimizer(NamedTuple):
         return cls(state, of_matrix, is_divided, model.optim.clip_grad > 0, *_operations(model.shape, chosen))
 
     def share(self, numbers: Numbers, dense: int = 1, experts: int = 1) -> tuple[float, float]:
-        """Weights that a rank updates, and those of them in matrices of layers; dense, experts: replicas of dense
-        weights and of experts."""
+        """Weights that a rank updates, and those of them in matrices of layers.
+
+        Args:
+            dense, experts: number of replicas of dense weights and of experts.
+        """
         if not self.is_divided:
             dense = experts = 1
         of_experts = numbers.trained_experts / experts

@@ -248,7 +248,8 @@ class Probe(TrainingPlan):
         """Bytes of the first and the last stage while other roles work, and the bytes that each has in addition while
         this role works.
 
-        away: parts that are in host memory while they are not needed.
+        Args:
+            away: parts that are in host memory while they are not needed.
         """
         idle, extra = [state.without(away).total for state in self.ends], [0, 0]
         for phase in self.phases:
@@ -437,7 +438,11 @@ class Search:
                 yield (choice,), [*seconds, *sizes]
 
     def _seconds(self, timed: Sequence[Timed], times: JobTimes, away: Collection[Part] = ()) -> list[float]:
-        """Seconds of a role by part of the step. away: what is copied from host memory for its phases."""
+        """Seconds of a role by part of the step.
+
+        Args:
+            away: parts that are copied from host memory for its phases.
+        """
         costs = [(it.name, it.kind, it.cost) for it in timed]
         costs += [(phase.name, phase.kind, times.copied(phase, away)) for phase in times.job.phases if away]
         seconds = dict.fromkeys(PARTS, 0.0)

@@ -52,9 +52,12 @@ def timeline(tasks: Sequence[Task], cores: float | None = None, ranks_per_node: 
     A rank runs its tasks one after the other, in the order of `tasks`, as it runs the calls of the controller. A task
     starts when it is the next one of all its ranks and the tasks that it names have ended. Ranks of a node share its
     `cores`: if those that run need more, each has the same share of what it needs (processor sharing, Kleinrock 1967),
-    and a task progresses as fast as its slowest rank. cores None: each rank has what it needs.
+    and a task progresses as fast as its slowest rank.
 
     Raises ValueError for a task that comes after one that is later in the list, or is not in it.
+
+    Args:
+        cores: cores of a node; None: each rank has what it needs.
     """
     _check(tasks)
     remaining, now = [task.seconds for task in tasks], 0.0

@@ -52,8 +52,13 @@ class PackedAttention(SplitModule):
         **_: object,
     ) -> None:
         """The context-parallel group of `pg_collection` is used with context parallelism, its tensor-parallel group in
-        checkpoints. `softmax_scale`: None is 1 / sqrt(d). `window`: a token attends to as many tokens, its own the
-        last. num_sinks: this rank's query heads if these have sinks (see `causal_attention`), else 0."""
+        checkpoints.
+
+        Args:
+            softmax_scale: None is 1 / sqrt(d).
+            window: tokens that a token attends to, its own the last.
+            num_sinks: this rank's query heads if these have sinks (see `causal_attention`), else 0.
+        """
         super().__init__()
         self.cp_group = pg_collection.cp if pg_collection is not None else None
         self.tp_group = pg_collection.tp if pg_collection is not None else None
@@ -172,7 +177,11 @@ class CachedAttention:
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Map queries (n, KV heads, queries of a head, key_dim), keys and values as in `StoredTokens.store`, to (n, KV
-        heads, queries of a head, value_dim). sinks: (KV heads, queries of a head), see `causal_attention`."""
+        heads, queries of a head, value_dim).
+
+        Args:
+            sinks: (KV heads, queries of a head), see `causal_attention`.
+        """
         raise NotImplementedError
 
     def of_product(self, layer: int, mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor) -> Tensor:

@@ -216,8 +216,12 @@ class Block:
 
     def step(self, weight: Callable[[str], Tensor], linear: Linear, eps: float, tp: TensorParallel) -> Any:
         """Return what the block computes in rollout, from a rank's weights by their names within the layer: an object
-        such as `AttentionStep`, or `FeedForwardStep` for a block of the MLP. eps: of norms. tp: the engine's ranks,
-        which sum the parts of the output."""
+        such as `AttentionStep`, or `FeedForwardStep` for a block of the MLP.
+
+        Args:
+            eps: eps of the norms.
+            tp: the engine's ranks, which sum the parts of the output.
+        """
         raise NotImplementedError
 
     def inputs(self) -> dict[str, int]:

@@ -109,8 +109,11 @@ class SplitRMSNorm(SplitModule):
 
 
 def split_rms_norm(x: Tensor, weight: Tensor, eps: float, width: int, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return RMSNorm over `width` numbers, of which `x` (..., width of this rank) has a part. total: the sum over the
-    ranks."""
+    """Return RMSNorm over `width` numbers, of which `x` (..., width of this rank) has a part.
+
+    Args:
+        total: returns the sum over the ranks.
+    """
     x32 = x.float()
     squares = total(x32.square().sum(-1, keepdim=True))
     return (weight * (x32 * torch.rsqrt(squares / width + eps)).to(x.dtype)).to(x.dtype)
@@ -267,7 +270,11 @@ def plus(product: Tensor, bias: Tensor | None) -> Tensor:
 def use_activation(
     spec: ModuleSpec, name: ActivationName, is_gated: bool, group: ProcessGroup, constants: tuple[float, ...] = ()
 ) -> None:
-    """Set the activation in all networks of a layer's MLP, in place. group: the tensor-parallel ranks."""
+    """Set the activation in all networks of a layer's MLP, in place.
+
+    Args:
+        group: the tensor-parallel ranks.
+    """
     options = {"name": name, "is_gated": is_gated, "tp_group": group, "constants": constants}
     for mlp in mlp_submodules(spec):
         mlp.activation_func = type(name, (Activation,), options)

@@ -68,7 +68,10 @@ def mix(
 
 def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return RMSNorm over the last dimension of x silu(gate), in fp32: (T, groups, width) -> (T, groups x width).
-    weight: (groups x width,)."""
+
+    Args:
+        weight: (groups x width,).
+    """
     gated = x.float() * silu(gate.float())
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return (normed.flatten(1) * weight).to(gate.dtype)

@@ -292,12 +292,14 @@ class MixtureOfExperts(Block):
 
 
 def fullest_rank(ranks: int, num_experts: int, imbalance: float) -> float:
-    """Return the tokens of the expert-parallel rank that has the most, as a multiple of the mean. imbalance: the same
-    of the expert that has the most.
+    """Return the tokens of the expert-parallel rank that has the most, as a multiple of the mean.
 
     Experts' loads are taken to be independent and normal, so that the largest of n is m(n) standard deviations above
     the mean, with m(n) the normal quantile at (n - 3/8) / (n + 1/4) (Blom 1958). The mean of a rank's k experts has a
     standard deviation that is smaller by the square root of k.
+
+    Args:
+        imbalance: tokens of the expert that has the most, as a multiple of the mean.
     """
     if ranks < 2 or imbalance <= 1.0:
         return 1.0

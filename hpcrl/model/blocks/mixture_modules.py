@@ -60,7 +60,12 @@ class GroupedExperts:
         adds_bias: bool = True,
         exact: bool = False,
     ) -> None:
-        """adds_bias: whether this rank's part of the output has the second bias. exact: see `hpcrl.model.exact`."""
+        """Set up the experts' weights and biases.
+
+        Args:
+            adds_bias: whether this rank's part of the output has the second bias.
+            exact: see `hpcrl.model.exact`.
+        """
         self.fc1, self.fc2 = ExpertWeights(fc1), ExpertWeights(fc2)
         self._fc1_bias = Biases(fc1_bias) if fc1_bias else None
         self._fc2_bias = Biases(fc2_bias) if fc2_bias else None
@@ -137,7 +142,11 @@ class _Updates:
     """The low-rank updates of one linear layer of all experts."""
 
     def __init__(self, updates: Sequence[LowRankUpdate]) -> None:
-        """updates: one for each expert; empty without adapters."""
+        """Collect the adapters of all experts.
+
+        Args:
+            updates: one for each expert; empty without adapters.
+        """
         self._factors: dict[str, tuple[ExpertWeights, ...]] = {}
         for first in updates[:1]:
             self._scale, self._rows = first.scale, first.rows

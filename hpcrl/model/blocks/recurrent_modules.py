@@ -98,8 +98,11 @@ class ShortConvolution(torch.nn.Module):
 
 
 class RecurrentStep:
-    """A recurrent layer in rollout: prompts, parts of them, and single tokens. projections: weights of the linear
-    layers of its input."""
+    """A recurrent layer in rollout: prompts, parts of them, and single tokens.
+
+    Args:
+        projections: weights of the linear layers of its input.
+    """
 
     def __init__(self, projections: Sequence[Tensor], out_proj: Tensor, linear: Linear, mix: Mix) -> None:
         self._projections, self._out, self._linear, self._mix = projections, out_proj, linear, mix

@@ -30,8 +30,10 @@ def route(
     Scores are the softmax over the experts or each one's sigmoid; the choice is by score plus `bias` (experts,), the
     weights by score only (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The weights are the scores, divided by their
     sum if the model normalises them (Jiang et al. 2024, arXiv:2401.04088, section 2.1, takes the softmax of the chosen
-    logits, which is the same), times the model's factor. replayed: int16 (n, topk), the experts to use, or
-    `NOT_RECORDED`.
+    logits, which is the same), times the model's factor.
+
+    Args:
+        replayed: int16 (n, topk), the experts to use, or `NOT_RECORDED`.
     """
     scores, by_scores_only = logits.float(), bias is None and block.num_groups == 1
     if not block.is_plain:
@@ -88,7 +90,11 @@ class RouterLosses:
     def __init__(
         self, routed: RoutedExperts, moe: MoeConfig | None, num_sequences: int, num_tokens: int, device: torch.device
     ) -> None:
-        """moe: the coefficients of the losses; None: 0."""
+        """Begin with losses and loads of 0.
+
+        Args:
+            moe: the coefficients of the losses; None: 0.
+        """
         self.aux_coeff, self.z_coeff = (moe.aux_loss_coeff, moe.z_loss_coeff) if moe is not None else (0.0, 0.0)
         self.num_sequences, self.num_tokens = max(num_sequences, 1), max(num_tokens, 1)
         self.aux, self.z = torch.zeros(2, dtype=torch.float64, device=device).unbind()

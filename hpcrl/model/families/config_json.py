@@ -49,8 +49,11 @@ SPARSE = {
 
 
 def register_family(model_type: str, family: Family, defaults: Mapping[str, Any] | None = None) -> None:
-    """Add a family, whose directories have this model_type. defaults: of keys that config.json may lack, besides those
-    that all families have."""
+    """Add a family, whose directories have this model_type.
+
+    Args:
+        defaults: values of keys that config.json may lack, besides those that all families have.
+    """
     if model_type in FAMILIES:
         raise ValueError(f"model_type={model_type} is registered already; choose another name")
     FAMILIES[model_type], DEFAULTS[model_type] = family, {**COMMON, **(defaults or {})}
@@ -98,8 +101,11 @@ def with_defaults(config: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def windows_of(config: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
-    """Return the tokens that attention sees in each layer, None for all; empty if it sees all in all layers. config:
-    with defaults."""
+    """Return the tokens that attention sees in each layer, None for all; empty if it sees all in all layers.
+
+    Args:
+        config: config.json with defaults.
+    """
     own = {key: config[key] for key in DEFAULTS[family]}  # other families ignore these keys
     first, count = own.get("max_window_layers", 0), config["num_hidden_layers"]
     if isinstance(first, bool) or not isinstance(first, int):

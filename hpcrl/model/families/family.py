@@ -116,8 +116,12 @@ COMMON = {
 
 
 def layer_types_of(config: Mapping[str, Any], default: Callable[[int], str], *kinds: str) -> list[str]:
-    """Return the kind of each layer, one of `kinds`. config: config.json with defaults. default: returns the kind of a
-    layer, given its number, if config.json does not name the kinds."""
+    """Return the kind of each layer, one of `kinds`.
+
+    Args:
+        config: config.json with defaults.
+        default: returns the kind of a layer, given its number, if config.json does not name the kinds.
+    """
     count, given = config["num_hidden_layers"], config.get("layer_types")
     if given is None:
         return [default(layer) for layer in range(count)]
@@ -142,7 +146,11 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
 
 
 def attention_of(config: Mapping[str, Any], rope: Rope | None, **options: Any) -> Attention:
-    """Return the attention that config.json, with defaults, describes. options: further fields."""
+    """Return the attention that config.json, with defaults, describes.
+
+    Args:
+        options: further fields of the attention.
+    """
     heads = config["num_attention_heads"]
     groups = config["num_key_value_heads"] or heads
     if heads % groups:
@@ -156,8 +164,11 @@ def rope_section(config: Mapping[str, Any]) -> Any:
 
 
 def rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Return base and scaling of a model that rotates whole heads. Raises InputError for any other kind. config: with
-    defaults."""
+    """Return base and scaling of a model that rotates whole heads. Raises InputError for any other kind.
+
+    Args:
+        config: config.json with defaults.
+    """
     rope = rope_of(config, 1000)
     if rope.dim != 1000:
         raise InputError(f"{PARTIAL}={rope.dim / 1000}; only 1.0 is supported, so take another model")
@@ -167,7 +178,9 @@ def rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 def rope_of(config: Mapping[str, Any], head_dim: int, section: Any = None) -> Rope:
     """Return the rotary embedding of heads of `head_dim` numbers. Raises InputError for an unsupported kind.
 
-    config: config.json with defaults. section: the keys of these layers; None: the section for all layers.
+    Args:
+        config: config.json with defaults.
+        section: the keys of these layers; None: the section for all layers.
     """
     rope = rope_section(config) if section is None else section
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
@@ -193,8 +206,10 @@ def rope_of(config: Mapping[str, Any], head_dim: int, section: Any = None) -> Ro
 def ropes_of(config: Mapping[str, Any], head_dim: int, local_theta: Any) -> dict[str, Rope]:
     """Return the rotary embeddings of full and of sliding attention, in models that have one for each.
 
-    config: with defaults; `rope_theta` and `rope_scaling` of transformers 4 are those of full attention. local_theta:
-    the base of sliding attention, if config.json has no `rope_parameters` of it.
+    Args:
+        config: config.json with defaults; `rope_theta` and `rope_scaling` of transformers 4 are those of full
+            attention.
+        local_theta: the base of sliding attention, if config.json has no `rope_parameters` of it.
     """
     given = config.get("rope_parameters") or {}
     if (

@@ -66,9 +66,12 @@ def read_step(
 ) -> tuple[Columns, dict[str, np.ndarray], dict[str, int]]:
     """Return (token columns, sample columns, attributes); strings are object arrays of `str`.
 
-    `names`: the token columns to read; a "?" at the end marks an optional one; None: all. `sample_names`: the sample
-    columns; None: all. root: the folder that the file is inside; None: its own. Raises ArchiveError for a missing or
-    damaged file, or one of another format.
+    Raises ArchiveError for a missing or damaged file, or one of another format.
+
+    Args:
+        names: the token columns to read; a "?" at the end marks an optional one; None: all.
+        sample_names: the sample columns; None: all.
+        root: the folder that the file is inside; None: its own.
     """
     with whole_archive(path, root) as file:
         if file.attrs.get("schema") != SCHEMA:

@@ -153,8 +153,10 @@ def attempts(
 ) -> list[Attempt]:
     """All attempts, the oldest first.
 
-    errors: lines of level ERROR of all ranks. slices: of slices.json. last_sign: when the run's files changed last, in
-    words, and whether that means that it is running.
+    Args:
+        errors: lines of level ERROR of all ranks.
+        slices: the slices in slices.json.
+        last_sign: when the run's files changed last, in words, and whether that means that it is running.
     """
     story = _from_log(rank_0)
     if not story:

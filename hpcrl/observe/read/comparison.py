@@ -50,10 +50,13 @@ class Difference(Estimate):
 def mean_over_problems(values: np.ndarray) -> Estimate:
     """Mean and standard error of one number per problem, such as the mean score of its samples.
 
-    values: float64 (P,). The standard error is sqrt(sum_i (v_i - mean)^2 / (P (P - 1))): that of the central limit
-    theorem for problems drawn from a larger population (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640).
-    The samples of a problem are one cluster, so it covers both the choice of the problems and the sampling of
-    responses; more samples per problem reduce the second part only.
+    The standard error is sqrt(sum_i (v_i - mean)^2 / (P (P - 1))): that of the central limit theorem for problems drawn
+    from a larger population (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640). The samples of a problem are
+    one cluster, so it covers both the choice of the problems and the sampling of responses; more samples per problem
+    reduce the second part only.
+
+    Args:
+        values: float64 (P,).
     """
     count = len(values)
     error = math.sqrt(float(np.var(values, ddof=1)) / count) if count > 1 else math.nan
@@ -63,8 +66,11 @@ def mean_over_problems(values: np.ndarray) -> Estimate:
 def paired_difference(first: np.ndarray, second: np.ndarray) -> Difference:
     """Mean and standard error of second - first over the same problems (Miller 2024: paired differences).
 
-    first, second: float64 (P,), one number per problem in the same order. What makes a problem easy or hard for both
-    cancels, so the standard error is usually smaller than that of two separate means.
+    What makes a problem easy or hard for both cancels, so the standard error is usually smaller than that of two
+    separate means.
+
+    Args:
+        first, second: float64 (P,), one number per problem in the same order.
     """
     change = second - first
     estimate = mean_over_problems(change)
@@ -75,9 +81,11 @@ def paired_difference(first: np.ndarray, second: np.ndarray) -> Difference:
 def pass_at_k(num_right: np.ndarray, n: int, k: int) -> np.ndarray:
     """Unbiased estimate, per problem, of the probability that one of k samples is right.
 
-    num_right: int64 (P,), right samples of n. Returns float64 (P,): 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
-    "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, equation 1). Raises ValueError unless
-    1 <= k <= n.
+    Returns float64 (P,): 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large Language Models Trained on
+    Code", arXiv 2107.03374, equation 1). Raises ValueError unless 1 <= k <= n.
+
+    Args:
+        num_right: int64 (P,), right samples of n.
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples; expected k between 1 and {n}")

@@ -91,9 +91,12 @@ def recorded_steps(run: Path) -> list[int]:
 
 
 def read_step_samples(run: Path, step: int, rows: Sequence[int] | None = None) -> list[Sample]:
-    """The samples of a step in the order of the archive; `rows`: only those at these places.
+    """The samples of a step in the order of the archive.
 
     Raises ArchiveError, one line, for a missing, damaged or half-copied file.
+
+    Args:
+        rows: places of the samples to read; None: all.
     """
     archive = StepArchive(run, step)
     return [archive.sample(index) for index in (range(len(archive)) if rows is None else rows)]

@@ -157,8 +157,10 @@ def _loaded(loader: Any) -> Any:
 def tokenizer_folders(run: Path, config: Mapping[str, Any], recorded: Any) -> Iterator[Path]:
     """Folders in which a run's tokenizer may be, the best first.
 
-    recorded: the path in its config: absolute, or relative to the folder in which the job ran. A run that was copied
-    has it in its bundle, or beside exported weights.
+    A run that was copied has it in its bundle, or beside exported weights.
+
+    Args:
+        recorded: the path in its config: absolute, or relative to the folder in which the job ran.
     """
     if isinstance(recorded, str) and recorded:
         path = Path(recorded)

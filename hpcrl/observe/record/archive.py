@@ -45,7 +45,11 @@ class RecordLog:
     """A file of records. Appended records survive a `kill -9`, but not a power loss."""
 
     def __init__(self, path: str | os.PathLike[str], *, keep: bool = False) -> None:
-        """`keep`: append after the last whole record of an existing log; otherwise the log is replaced."""
+        """Open the log.
+
+        Args:
+            keep: append after the last whole record of an existing log; otherwise the log is replaced.
+        """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = open(path, "ab" if keep else "wb")
         if keep:
@@ -147,9 +151,11 @@ class RolloutLog(RecordLog):
     def append_sample(self, tokens: Mapping[str, np.ndarray], samples: Mapping[str, Any]) -> None:
         """Add one sample.
 
-        tokens: column -> (length,) array, one dtype per column. samples: name -> number or string; the integer
-        `position` is the sample's place in the step's file. NUL in strings, which HDF5 does not support, becomes
-        U+2400.
+        NUL in strings, which HDF5 does not support, becomes U+2400.
+
+        Args:
+            tokens: column -> (length,) array, one dtype per column.
+            samples: name -> number or string; the integer `position` is the sample's place in the step's file.
         """
         if "position" not in samples:
             raise ValueError("a sample needs an integer `position`, its place in the step's file")

@@ -71,7 +71,9 @@ class LongPhases:
     The first line is due after `after_s` seconds, but not before twice the longest occurrence so far; each further one
     when the time has doubled. A phase within another one is the one that is logged.
 
-    longest: seconds of the longest occurrence of each phase. step: the number of the current step.
+    Args:
+        longest: seconds of the longest occurrence of each phase.
+        step: the number of the current step.
     """
 
     def __init__(

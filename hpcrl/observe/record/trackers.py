@@ -70,9 +70,12 @@ class Tracker(Protocol):
     """The client of a tracker, in the tracker's process. Its constructor takes a TrackedRun."""
 
     def open(self, history: Sequence[Row]) -> int:
-        """Open the run. history: rows of earlier slices; what the tracker has of other steps is superseded.
+        """Open the run.
 
         Returns the last step of `history` that it has already, or -1: later rows are logged next.
+
+        Args:
+            history: rows of earlier slices; what the tracker has of other steps is superseded.
         """
         ...
 
@@ -118,7 +121,11 @@ class Trackers:
         name: str,
         parameters: Mapping[str, Any],
     ) -> None:
-        """names: keys of TRACKERS; others, which need no process, are ignored."""
+        """Start a process for each tracker.
+
+        Args:
+            names: keys of TRACKERS; others, which need no process, are ignored.
+        """
         values = {key: writable(value) if isinstance(value, str) else value for key, value in parameters.items()}
         self._followers: dict[str, tuple[Connection, ForkServerProcess]] = {}
         for tracker in dict.fromkeys(each for each in names if each in TRACKERS):

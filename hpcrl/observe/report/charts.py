@@ -223,7 +223,11 @@ class RankTimes:
 
 
 def rank_times(run: Path, slow: Sequence[int], notes: list[str]) -> list[RankTimes]:
-    """The times of the ranks, in their order; [] for a run without traces. `slow`: ranks that must be among them."""
+    """The times of the ranks, in their order; [] for a run without traces.
+
+    Args:
+        slow: ranks that must be among them.
+    """
     paths = trace_paths(run)
     ranks = list(paths)
     chosen = {*evenly_spaced(ranks, MOST_RANKS)} | (set(slow) & set(ranks))

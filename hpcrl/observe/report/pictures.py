@@ -32,7 +32,11 @@ Point = tuple[str, str, Estimate]  # data source and metric, evaluation, value
 
 
 def save_picture(plot: Callable[[], Figure], out: Path, option: str) -> None:
-    """Write a plot, without a window for it. option: the one that named the file. Raises InputError, one line."""
+    """Write a plot, without a window for it. Raises InputError, one line.
+
+    Args:
+        option: the option that named the file.
+    """
     matplotlib.use("Agg")
     figure = plot()
     try:
@@ -43,8 +47,11 @@ def save_picture(plot: Callable[[], Figure], out: Path, option: str) -> None:
 
 
 def plot_runs(runs: Sequence[RunLog], pattern: str | None = None) -> Figure:
-    """Learning curves of runs, which a notebook shows. `pattern`: a panel per key in which this regular expression is
-    found, in place of the usual panels."""
+    """Learning curves of runs, which a notebook shows.
+
+    Args:
+        pattern: a panel per key in which this regular expression is found, in place of the usual panels.
+    """
     runs = list(runs)
     panels = _usual_panels(runs) if pattern is None else [_lines(key, [key]) for key in choose_keys(runs, pattern)]
     if not panels:

@@ -62,7 +62,11 @@ def prompt_of(uid: str) -> str:
 
 
 class SampleChoice:
-    """The samples of one run for the page. `room`: bytes that they may take in it, roughly."""
+    """The samples of one run for the page.
+
+    Args:
+        room: bytes that they may take in it, roughly.
+    """
 
     def __init__(self, run: Path, room: int) -> None:
         self._run = run

@@ -74,7 +74,13 @@ MIN_WIDTH = 40  # columns of each side of a pair; a narrower terminal has one be
 
 class SamplesView:
     def __init__(self, color: str, *, cut: bool, names: tuple[str, str], console: Console | None = None) -> None:
-        """color: advantage, gap, entropy or none. cut: show at most CUT characters of a text. names: of both runs."""
+        """Set up how samples are shown.
+
+        Args:
+            color: advantage, gap, entropy or none.
+            cut: show at most CUT characters of a text.
+            names: the names of both runs.
+        """
         self._console = console or Console(highlight=False, soft_wrap=False)
         self._names = [_line(name, "") for name in names]
         self._style_of = _style if self._console.color_system in ("256", "truecolor") else _named_style

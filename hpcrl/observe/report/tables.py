@@ -158,7 +158,11 @@ def at_end(run: RunLog, folder: Path, commands: Mapping[str, str]) -> str:
 
 
 def next_commands(folder: Path, launcher: str, *, evaluates: bool, exports: bool) -> dict[str, str]:
-    """What to run next on a run's folder, for a shell. launcher: how ranks are started."""
+    """What to run next on a run's folder, for a shell.
+
+    Args:
+        launcher: how ranks are started.
+    """
     run, on_ranks = quote(str(folder)), f"{launcher} python -m hpcrl".strip()
     commands = {"report": f"python -m hpcrl report {run} --out {quote(str(folder / 'report.html'))}"}
     if evaluates:

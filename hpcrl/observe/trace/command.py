@@ -45,7 +45,10 @@ def export(
 ) -> str:
     """Write the trace of a step, or of the steps A:B, to `out`. Returns a line that says what is in it.
 
-    report: called with a line for each file that is torn. Raises InputError.
+    Raises InputError.
+
+    Args:
+        report: called with a line for each file that is torn.
     """
     if not run.is_dir():
         raise InputError(f"{run} is no run's folder; expected <run.dir>/<run.name> of a run")

@@ -69,7 +69,11 @@ class Timeline:
         return self._threads[rank, track]
 
     def step(self, window: Window, rank: RankStep, stragglers: Sequence[Straggler]) -> Iterator[Event]:
-        """The events of one step of one rank. stragglers: of the run."""
+        """The events of one step of one rank.
+
+        Args:
+            stragglers: stragglers of the whole run.
+        """
         zero = self.first.began - (window.wall - self.first.wall)  # on rank 0's clock
 
         def ns(at: float) -> int:
@@ -247,7 +251,9 @@ def phases_of(rows: dict[int, dict[str, float]], steps: list[int], stragglers: S
 def write_trace(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: list[Event] | None = None) -> int:
     """Write the file, whole or not at all; `metadata` is read after the last event. Returns the number of events.
 
-    drawn: gets the events."""
+    Args:
+        drawn: list to which the events are appended.
+    """
     count = 0
     try:
         with draft_of(out, mode=0o600) as draft, _opened(draft, out.suffix == ".gz") as file:
@@ -280,8 +286,10 @@ LETTER = 0.0073  # width of a letter in a bar, as a share of the time axis
 def draw_trace(events: Sequence[Event], path: Path, title: str, legend: Mapping[str, str] | None = None) -> None:
     """Draw commands, phases, waits and background work of the first tracks, and arrows for transfers.
 
-    legend: of a predicted timeline, its phases with what the legend says of them; bars have their names then. Raises
-    ImportError without matplotlib.
+    Raises ImportError without matplotlib.
+
+    Args:
+        legend: phases of a predicted timeline, with what the legend says of them; bars have their names then.
     """
     import matplotlib
 
@@ -348,7 +356,11 @@ def _longest(shown: Sequence[Event]) -> dict[str, str]:
 
 
 def _bar_text(event: Event, last: float) -> str:
-    """The text of a bar that it has room for. last: the end of the time axis."""
+    """The text of a bar that it has room for.
+
+    Args:
+        last: the end of the time axis.
+    """
     name, step = event["name"], event["args"].get("step")
     texts = (f"{name}, step {step}", f"{name} {step}", str(step)) if step else (name,)
     return next((text for text in texts if len(text) * LETTER * last < event["dur"]), "")

@@ -81,7 +81,10 @@ class TraceFile:
 class RankTrace:
     """Records this rank's spans from `begin` to `close`, which are collective over the job's ranks.
 
-    run: the run's folder. first_step: the first one that this slice takes. every: keep the trace of every N-th step.
+    Args:
+        run: the run's folder.
+        first_step: the first step that this slice takes.
+        every: keep the trace of every N-th step.
     """
 
     def __init__(self, run: Path, rank: int, first_step: int, every: int = 1) -> None:

@@ -57,7 +57,11 @@ class ClockAligner:
     def __init__(
         self, comm: MPI.Intracomm, clock: Callable[[], float] = time.perf_counter, kernel: str | None = None
     ) -> None:
-        """kernel: equal on ranks that share a clock. Collective over `comm`."""
+        """Collective over `comm`.
+
+        Args:
+            kernel: id of the kernel, equal on ranks that share a clock.
+        """
         self._comm, self._clock = comm, clock
         kernels = all_gather_object(comm, kernel or kernel_id())
         self._leaders = sorted({kernels.index(one) for one in kernels} - {0})  # one rank of each other kernel
@@ -181,7 +185,11 @@ def encode(
     clock: list[Alignment],
     is_rest: bool = False,
 ) -> Record:
-    """The record of a step. `wall`: wall time minus the monotonic clock, in seconds."""
+    """The record of a step.
+
+    Args:
+        wall: wall time minus the monotonic clock, in seconds.
+    """
     steps = [span.began for span in events.spans if span.name == STEP]
     return {
         "step": step,

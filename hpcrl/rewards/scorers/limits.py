@@ -30,7 +30,11 @@ class OutOfTime(BaseException):
 
 
 def stopped(count: str) -> dict[str, Any]:
-    """The result of a rule for an answer that a limit has stopped. count: "over_limits" or "timeouts"."""
+    """The result of a rule for an answer that a limit has stopped.
+
+    Args:
+        count: "over_limits" or "timeouts".
+    """
     return {"score": 0.0, "acc": 0.0, STOPPED: count}
 
 

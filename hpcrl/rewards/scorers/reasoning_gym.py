@@ -37,10 +37,12 @@ def compute_score(
 ) -> dict[str, float]:
     """Score the last complete <answer>, or else what follows the thoughts, from 0 to 1; only 1 is right.
 
-    ground_truth: the answer that the package wrote, "" if it wrote none. extra_info: `metadata` as JSON.
-
     Scorers that evaluate the answer as Python run in a sandbox, about a second each, unless `sandbox` is "none". Raises
     SandboxUnavailable where the kernel cannot isolate them, unless it is "best_effort".
+
+    Args:
+        ground_truth: the answer that the package wrote, "" if it wrote none.
+        extra_info: has `metadata` as JSON.
     """
     opened, last = solution_str.rpartition("</answer>")[0].rpartition("<answer>")[1:]
     answer = (last if opened else solution_str.rpartition("</think>")[2]).strip()

@@ -40,7 +40,11 @@ class CacheLayout:
 
     @classmethod
     def of(cls, shape: ModelShape, tp_size: int, max_model_len: int) -> CacheLayout:
-        """max_model_len: tokens of the longest sequence. A window that is as long is none."""
+        """Return the layout of a rank's cache.
+
+        Args:
+            max_model_len: tokens of the longest sequence. A window that is as long counts as none.
+        """
         cached = [layer.attention.cached(tp_size) for layer in shape.layers]
         return cls(
             tuple(
@@ -118,8 +122,11 @@ class PlannedCache:
     longest: int
 
     def nbytes(self, capacity: int | None, taken: int) -> int:
-        """Return its bytes. capacity: bytes of the device, of which `taken` have other uses when the engine is built;
-        None: any."""
+        """Return its bytes.
+
+        Args:
+            capacity: bytes of the device, of which `taken` have other uses when the engine is built; None: any.
+        """
         cfg, itemsize, longest = self.cfg, self.itemsize, self.longest
         if cfg.kv_cache_gib is not None:
             return int(cfg.kv_cache_gib * 2**30)
@@ -157,8 +164,9 @@ class Engine(EngineSpec):
     def cache_bytes(self, cache: PlannedCache, capacity: int | None, taken: int, weights: int) -> int:
         """Return the bytes of a rank's KV cache, for `hpcrl plan`; at least one sequence fits.
 
-        capacity: bytes of the device, of which `taken` have other uses when the engine is built; None: any. weights:
-        bytes of the engine's own weights.
+        Args:
+            capacity: bytes of the device, of which `taken` have other uses when the engine is built; None: any.
+            weights: bytes of the engine's own weights.
         """
         return cache.nbytes(capacity, taken)
 

@@ -36,7 +36,8 @@ def check_layout(
 ) -> None:
     """Raise InputError if the layout of a block is not known, or if tensor parallelism does not divide the model.
 
-    windows, mixtures: families whose windows of attention and whose experts the engine has under these names.
+    Args:
+        windows, mixtures: families whose windows of attention and whose experts the engine has under these names.
     """
     for number, layer in enumerate(shape.layers):
         attention, mlp, norms = layer.attention, layer.mlp, layer.norms

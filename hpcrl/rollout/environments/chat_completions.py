@@ -18,7 +18,11 @@ CALL_MARK = re.compile(r"<[|\uff5c]?[\w:]*tool|\[TOOL_CALLS\]")  # begins the fi
 
 
 class BadRequest(ValueError):
-    """A request that cannot be answered. code: of OpenAI's errors."""
+    """A request that cannot be answered.
+
+    Args:
+        code: code of one of OpenAI's errors.
+    """
 
     def __init__(self, message: str, code: str = "invalid_value") -> None:
         super().__init__(message)

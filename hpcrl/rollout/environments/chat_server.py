@@ -56,11 +56,14 @@ class PendingRequest:
 
 
 class ChatServer:
-    """on_request: called in the server's thread with each request. path: of a Unix socket; None: a free port of
-    loopback.
+    """Serves OpenAI's chat completions to a client of this job.
 
-    api_key: the token that requests need, of this server only. A request that its client repeats after it has closed
-    the connection, after its own timeout, gets the completion of the first.
+    `api_key` is the token that requests need, of this server only. A request that its client repeats after it has
+    closed the connection, after its own timeout, gets the completion of the first.
+
+    Args:
+        on_request: called in the server's thread with each request.
+        path: path of a Unix socket; None: a free port of loopback.
     """
 
     def __init__(self, on_request: Callable[[PendingRequest], None], path: str | None = None) -> None:

@@ -102,7 +102,11 @@ class Conversation:
             self._rewards[self.num_tokens - 1] = reward, state
 
     def add_answer(self, answer: Answer, features: Sequence[Tensor] = ()) -> None:
-        """Append an answer. features: fp32 (tokens, width) of each of its pictures."""
+        """Append an answer.
+
+        Args:
+            features: fp32 (tokens, width) of each of its pictures.
+        """
         first = len(self.request.prompt_ids) + self.num_tokens
         for picture, its_features in zip(answer.pictures, features, strict=True):
             place = picture.place._replace(start=first + picture.place.start)

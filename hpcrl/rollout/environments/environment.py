@@ -78,8 +78,9 @@ class Environment:
         the schemas of the tools, in place of those of the methods. Or return a Step with messages and tools, which with
         `new_conversation` take the place of the row's prompt.
 
-        record: data_source, ground_truth, extra_info, ability and prompt of the row. seed: of 31 bits, the same for all
-        samples of a prompt.
+        Args:
+            record: data_source, ground_truth, extra_info, ability and prompt of the row.
+            seed: a seed of 31 bits, the same for all samples of a prompt.
         """
         return []
 

@@ -147,8 +147,13 @@ class AgentLoop:
         images: ImageProcessor | None = None,
         max_open: int = 256,
     ) -> None:
-        """`log_path`: file for the tools' output; None drops it. images: of a vision-language model. max_open:
-        environments at the same time. Raises InputError if the user's files are unusable."""
+        """Load the user's tools or environments. Raises InputError if the user's files are unusable.
+
+        Args:
+            log_path: file for the tools' output; None drops it.
+            images: for a vision-language model.
+            max_open: environments that are open at the same time.
+        """
         self._cfg = cfg
         self._data = data
         self._tokenizer = tokenizer

@@ -14,9 +14,12 @@ from hpcrl.rollout.environments.tools import ToolCall
 class McpTools(Environment):
     """Tools of an MCP server, one for each trajectory; it ends with the trajectory. Needs the extra `mcp`.
 
-    command: its command line. The model's calls go to the server, one after the other; what it rejects is an error that
-    the model reads. A turn without a call ends the trajectory. There is no reward: a reward function has to give one
+    The model's calls go to the server, one after the other; what it rejects is an error that the model reads. A turn
+    without a call ends the trajectory. There is no reward: a reward function has to give one
     (`reward.custom_reward_function`), or a class that extends this one and its `step`.
+
+    Args:
+        command: the server's command line.
     """
 
     def __init__(self, command: str) -> None:

@@ -13,11 +13,13 @@ from hpcrl.rollout.environments.environment import Environment, Message, Step, T
 class OpenEnvEnvironment(Environment):
     """An environment of the package `openenv`. Needs the extra `openenv`.
 
-    source: the address of a server, such as http://127.0.0.1:8000; or `module:Class` of an environment that is made in
-    this process, and `action` the same of its actions. action_field: the field of an action that has the text of a
-    turn; "": the model writes the action as JSON. text_field: the field of an observation that the model reads; "": all
-    of them, as JSON. What is no action costs a turn. The sample's accuracy is 1 if the sum of rewards is at least
-    `solved`.
+    What is no action costs a turn. The sample's accuracy is 1 if the sum of rewards is at least `solved`.
+
+    Args:
+        source: the address of a server, such as http://127.0.0.1:8000; or `module:Class` of an environment that is made
+            in this process, and `action` the same of its actions.
+        action_field: the field of an action that has the text of a turn; "": the model writes the action as JSON.
+        text_field: the field of an observation that the model reads; "": all of them, as JSON.
     """
 
     def __init__(

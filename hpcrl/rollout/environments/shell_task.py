@@ -24,8 +24,9 @@ class ShellTask(Environment):
     turns, and is killed before the test. The test's shell reads no start-up files, which the model could have written.
     If a file of the test cannot be written, such as in the place of a folder, the reward is 0.
 
-    image: a root file system, see `hpcrl.sandbox.task_sandbox.TaskSandbox`. timeout, test_timeout: seconds of a command
-    and of the test.
+    Args:
+        image: a root file system, see `hpcrl.sandbox.task_sandbox.TaskSandbox`.
+        timeout, test_timeout: seconds of a command and of the test.
     """
 
     def __init__(

@@ -106,7 +106,10 @@ def run_tool(
     is_text: bool = False,
 ) -> ToolAnswer:
     """Call a tool. An unknown name or bad arguments return a rejected answer; the tool's exceptions are raised.
-    is_text: as of ToolCall."""
+
+    Args:
+        is_text: as in ToolCall.
+    """
     if name not in tools:
         near = get_close_matches(name, tools, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""

@@ -98,17 +98,20 @@ class Tool:
         return {"type": "function", "function": function}
 
     def arguments(self, given: dict[str, Any], is_text: bool = False) -> dict[str, Any]:
-        """Return the function's keyword arguments. Raises BadArguments if `given` does not follow the schema. is_text:
-        its values are texts, which become values of the parameters' types."""
+        """Return the function's keyword arguments. Raises BadArguments if `given` does not follow the schema.
+
+        Args:
+            is_text: whether its values are texts, which become values of the parameters' types.
+        """
         if is_text:
             types = {info.alias or field: info.annotation for field, info in self.model.model_fields.items()}
             given = {key: _value_of(text, types[key]) if key in types else text for key, text in given.items()}
         try:
-            found = self.model.model_validate_json(json.dumps(given), strict=True)
+            validated = self.model.model_validate_json(json.dumps(given), strict=True)
         except ValidationError as error:
             raise BadArguments(f"{self.name}: {'; '.join(map(_problem, error.errors(include_url=False)))}") from None
         aliases = {field: info.alias or field for field, info in self.model.model_fields.items()}
-        return {aliases[field]: getattr(found, field) for field in aliases}
+        return {aliases[field]: getattr(validated, field) for field in aliases}
 
 
 def load_tools(path: str) -> dict[str, Tool]:

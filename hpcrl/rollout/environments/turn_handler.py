@@ -40,8 +40,11 @@ class TurnResult(NamedTuple):
     info: Info | None = None  # of an environment
 
     def next_request(self, conversation: Conversation, features: Sequence[Tensor] = ()) -> Request | None:
-        """Append the answer, and return the request for the conversation's next turn; None if it has ended. features:
-        as in `add_answer`."""
+        """Append the answer, and return the request for the conversation's next turn; None if it has ended.
+
+        Args:
+            features: as in `add_answer`.
+        """
         if self.prompt_ids is not None:
             conversation.request = replace(conversation.request, prompt_ids=self.prompt_ids)
         elif self.answer is not None:
@@ -108,7 +111,11 @@ class Responder(Protocol):
         """Return the conversations that have an answer, or the tokens of their prompt."""
 
     def close(self, number: int, info: Info | None = None) -> None:
-        """End a conversation. info: the environment's last."""
+        """End a conversation.
+
+        Args:
+            info: the environment's last one.
+        """
 
     def end(self) -> None:
         """End all conversations, and wait until they have ended."""

@@ -47,7 +47,11 @@ class TurnTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, reader: MediaReader | None = None) -> None:
-        """reader: of a vision-language model; without it messages have no pictures."""
+        """Examine the chat template.
+
+        Args:
+            reader: for a vision-language model; without it messages have no pictures.
+        """
         self._tokenizer, self._reader = tokenizer, reader
         self._template = cfg.chat_template or tokenizer.chat_template
         self._kwargs = cfg.apply_chat_template_kwargs
@@ -66,8 +70,11 @@ class TurnTemplate:
             )
 
     def answer(self, messages: Sequence[Message], end: int | None = None) -> Answer:
-        """Return the tokens of messages of tools and users, and of the prompt of the model's next turn. end: the token
-        that ended its latest turn; None: the one that the template writes."""
+        """Return the tokens of messages of tools and users, and of the prompt of the model's next turn.
+
+        Args:
+            end: the token that ended its latest turn; None: the one that the template writes.
+        """
         texts = self.prepared(messages)
         if self._template is None:
             image = "" if self._reader is None else self._reader.spelled["image"]

@@ -14,9 +14,12 @@ from hpcrl.rollout.environments.agent_environment import AgentEnvironment
 class VerifiersEnvironment(AgentEnvironment):
     """A taskset of the API `verifiers.v1`, whose harness draws turns from the endpoint. Needs the extra `verifiers`.
 
-    taskset, harness, runtime: their ids; a taskset is an importable module. config: JSON with further keys of
-    verifiers' environment, as `{"taskset": {...}, "agent": {...}}`. The row has the position of the task in its
-    extra_info: `{"index": 3}`. The reward is the sum over the traces of the episode; metrics and rewards are the info.
+    The row has the position of the task in its extra_info: `{"index": 3}`. The reward is the sum over the traces of the
+    episode; metrics and rewards are the info.
+
+    Args:
+        taskset, harness, runtime: ids of these; a taskset is an importable module.
+        config: JSON with further keys of verifiers' environment, as `{"taskset": {...}, "agent": {...}}`.
     """
 
     def __init__(self, taskset: str, harness: str = "null", runtime: str = "subprocess", config: str = "{}") -> None:

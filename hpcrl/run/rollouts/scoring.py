@@ -186,7 +186,11 @@ class DroppedPrompts:
         self.values: Counter[float | None] = Counter()  # of their samples; None: no number
 
     def check(self, batch: DataProto, is_kept: np.ndarray) -> None:
-        """Count the prompts of a filtered batch; `is_kept`: bool (N,). Raises InputError if there are too many."""
+        """Count the prompts of a filtered batch. Raises InputError if there are too many.
+
+        Args:
+            is_kept: bool (N,).
+        """
         if is_kept.any():
             self._start()
             return

@@ -264,8 +264,11 @@ class Decoder:
         return self.tp.sum(found.masked_fill_(elsewhere[:, None], 0))
 
     def _add(self, output: Tensor, hidden: Tensor, after: NormStep | None, before: NormStep | None) -> Tensor:
-        """Add a block's output to the residual `hidden` in place. Return the next block's input. after, before: the
-        norms of the two."""
+        """Add a block's output to the residual `hidden` in place. Return the next block's input.
+
+        Args:
+            after, before: the norms of the two.
+        """
         if after is not None:
             output = after(output)
         if before is not None and not self.tp.exact:

@@ -107,8 +107,9 @@ class NativeEngine(EngineOfCalls):
         tensor-parallel ranks, which divide the pictures, if `divided`. At most as many tokens as in a prefill are
         encoded at a time.
 
-        grids: int (n, 3), patches in time, height and width. patches: from the numbers of this rank's pictures to fp32
-        (patches, patch width) each.
+        Args:
+            grids: int (n, 3), patches in time, height and width.
+            patches: from the numbers of this rank's pictures to fp32 (patches, patch width) each.
         """
         decoder = self._decoder
         if decoder.tower is None or decoder.vision is None:
@@ -156,7 +157,11 @@ def native_engine(
     quantization: str | None = None,
     cache_dtype: torch.dtype | None = None,
 ) -> NativeEngine:
-    """A native engine with the sizes of a role's config section. max_model_len: tokens of prompt and response."""
+    """A native engine with the sizes of a role's config section.
+
+    Args:
+        max_model_len: tokens of prompt and response.
+    """
     device, tp = platform.device(), groups.layout.tp
     return NativeEngine(
         shape,

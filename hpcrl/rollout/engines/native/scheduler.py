@@ -108,8 +108,11 @@ class Scheduler:
         return sequence.num_to_cache // self._block_size + 1
 
     def schedule(self, running_groups: set[int], num_running: int, num_free_blocks: int) -> Admission:
-        """Return the sequences that can join `num_running` sequences with contexts `running_groups`. num_free_blocks:
-        blocks that no running sequence has, those of kept prefixes included."""
+        """Return the sequences that can join `num_running` sequences with contexts `running_groups`.
+
+        Args:
+            num_free_blocks: blocks that no running sequence has, those of kept prefixes included.
+        """
         admission, groups, longest = Admission(), set(running_groups), 0
         while self.waiting and num_running < self._max_num_seqs:
             sequence = self.waiting[0]

@@ -33,7 +33,11 @@ PACKAGE = "tensorrt_llm"
 
 
 def unsupported_mpi(library: str, thread_multiple: bool) -> str | None:
-    """Error text if TensorRT-LLM cannot use this MPI, otherwise None. `library`: from MPI_Get_library_version."""
+    """Error text if TensorRT-LLM cannot use this MPI, otherwise None.
+
+    Args:
+        library: the string that MPI_Get_library_version returns.
+    """
     if not library.startswith("Open MPI"):
         return (
             f"TensorRT-LLM needs Open MPI, and mpi4py found {library_name(library)}: run in TensorRT-LLM's container "

@@ -68,7 +68,11 @@ class Place:
 class EngineCore:
     """vLLM on one rank of a replica. Construction is collective over the replica.
 
-    config: config.json of the model. options: of vLLM's EngineArgs. Weights are random until they are written.
+    Weights are random until they are written.
+
+    Args:
+        config: config.json of the model.
+        options: options of vLLM's EngineArgs.
     """
 
     def __init__(self, config: Mapping[str, Any], place: Place, device: torch.device, **options: Any) -> None:

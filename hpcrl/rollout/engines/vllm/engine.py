@@ -79,7 +79,9 @@ class VllmCall:
 class VllmEngine(EngineOfCalls):
     """One rank of a replica. The ranks schedule alike, because they have the same requests and draw the same tokens.
 
-    weights: vLLM's parameters, by their names in the refit's plan. vocab_size: ids that have a probability.
+    Args:
+        weights: vLLM's parameters, by their names in the refit's plan.
+        vocab_size: ids that have a probability.
     """
 
     def __init__(self, core: EngineCore, weights: Mapping[str, Tensor], *, max_model_len: int, vocab_size: int) -> None:
