@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import io
 import re
+import subprocess
+import sys
 import tokenize
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -122,3 +124,10 @@ def names_of(node: ast.stmt) -> set[str]:
 def set_on_self(node: ast.ClassDef) -> set[str]:
     attributes = (inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute))
     return {inner.attr for inner in attributes if isinstance(inner.ctx, ast.Store)}
+
+
+def test_planted_faults_are_still_in_place() -> None:
+    """Each fault's text is once in its file, and its test exists."""
+    command = [sys.executable, "tools/planted_faults.py", "--list"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stderr
