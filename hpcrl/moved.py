@@ -66,7 +66,8 @@ def new_name(old: str) -> str | None:
     import os
 
     root, beside = os.path.dirname(__file__), FOLDERS[folder].replace(".", os.sep)
-    places = [os.path.relpath(path, root) for path, _, files in os.walk(root) if f"{module}.py" in files]
+    top = os.path.join(root, beside.split(os.sep)[0])
+    places = [os.path.relpath(path, root) for path, _, files in os.walk(top) if f"{module}.py" in files]
     place = min(places, key=lambda path: (path != beside, path), default=None)
     return f"{package}.{FOLDERS[folder]}" if place is None else ".".join([package, *place.split(os.sep), module])
 

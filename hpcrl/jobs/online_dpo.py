@@ -56,10 +56,10 @@ class OnlineDpo(Train):
                 continue
             run.log(assign_to_replicas(batch, self.config, self.derived) | self.statistics(batch))
             pairs = batch[pair_rows(batch)]  # chosen and rejected, next to each other
-            pending = ref.compute_ref_log_prob(pairs)  # nothing, where the loss needs no reference
+            pairs = ref.compute_ref_log_prob(pairs).get()  # unchanged, where the loss needs no reference
             if run.stops_before(*UPDATES):
                 continue
-            actor.update_actor(pending)
+            actor.update_actor(pairs)
             self.rollouts.update_weights(step)  # from the actor to the rollout engine
             run.archive(batch)
 

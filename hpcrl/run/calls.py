@@ -80,9 +80,9 @@ class Role:
             batch = batch.get() if isinstance(batch, PendingBatch) else batch
             if registration.skip_if is not None and batch.meta_info.get(registration.skip_if):
                 return PendingBatch(batch)
+            future = getattr(group, method)(batch, *args, **kwargs)
             if registration.updates:
                 self._run.begin_update()
-            future = getattr(group, method)(batch, *args, **kwargs)
             issued = Call(self._run, registration.phase or method, future, prefix)
             self._run.calls.append(issued)
             return PendingBatch(batch, [issued])

@@ -19,6 +19,7 @@ FORMER = {
     | {"frozen_weights": "frozen", "optim_of": "optimizer"},
     "saved_state": {"continue_from": "set_start", "position": "position", "state": "save", "load_state": "load"},
 }
+ATTRIBUTES = {"report": ("predicted", "peak_flops"), "validation": ("validator",)}  # set by the parts of built-in jobs
 
 
 class FormerMember:
@@ -29,7 +30,9 @@ class FormerMember:
 
     def __get__(self, job: Any, owner: type) -> Any:
         if job is None:
-            return self
+            member = getattr(getattr(owner, f"{self.part}_class"), self.name)
+            of_job = lambda job, *args, **options: self.__get__(job, owner)(*args, **options)  # noqa: E731
+            return of_job if callable(member) else member
         part = getattr(job, self.part)
         adapters = [base for base in type(part).__mro__ if "is_adapter" in base.__dict__]
         return getattr(super(adapters[-1], part) if adapters else part, self.name)
@@ -39,6 +42,7 @@ class FormerMembers:
     """Lets a class of jobs override members under their former names: its parts return those of the job."""
 
     former_members: Sequence[str] = ()  # a line of the log for each
+    phases_from_update: Sequence[str] = ("step",)  # not read any more
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -55,6 +59,13 @@ class FormerMembers:
         cls.former_members = (*cls.former_members, *lines)
 
 
+def _attribute(path: str) -> property:
+    part, _, name = path.partition(".")
+    return property(attrgetter(path), lambda job, value: setattr(getattr(job, part), name, value))
+
+
 for _part, _members in FORMER.items():
     for _former, _name in _members.items():
         setattr(FormerMembers, _former, FormerMember(_part, _name))
+    for _name in ATTRIBUTES.get(_part, ()):
+        setattr(FormerMembers, _name, _attribute(f"{_part}.{_name}"))

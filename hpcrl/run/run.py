@@ -214,7 +214,7 @@ class Run:
             if self.stop_reason is None:
                 self.saver.wait()  # the job ends, but the checkpoint in progress is completed
                 raise
-            log.warning("the loop does not take its next step where the run stops: %s: %s", type(error).__name__, error)
+            log.warning("the loop does not take its next step where the run stops: %s", error, exc_info=True)
         code = self._end(DONE) if self.stop_reason is None else self._stop(self.stop_reason)
         run_owner.check()
         if code == DONE:

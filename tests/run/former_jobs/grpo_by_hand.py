@@ -35,14 +35,16 @@ class GrpoByHand(Train):
     name = "grpo_by_hand"
     own_roles = (GroupActor,)
     label = "mine"
-    phases_from_update = ("update_actor", "update_weights")
+    phases_from_update = (*Train.phases_from_update, "update_actor", "update_weights")
+    phases_per_token = (*Train.phases_per_token, "update_weights")
 
     @property
     def validation_freq(self) -> int:
         return super().validation_freq
 
     def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
-        metrics, shown = super().validate(run, step)
+        assert self.validator is not None
+        metrics, shown = Train.validate(self, run, step)
         return metrics | {"mine/validated": float(step)}, shown
 
     def step_metrics(self, run: Run, seconds: Any, lengths: list[int], num_response_tokens: int) -> dict[str, float]:
