@@ -1,4 +1,4 @@
-"""Folders that the package had before November 2026: an import from one raises ImportError with today's place.
+"""Folders that the package had before November 2026: an import from one raises ModuleNotFoundError with today's place.
 
 Modules that users' files and commands name still work. `import hpcrl` imports this module, also in programs under test,
 so it imports nothing that Python has not loaded yet.
@@ -48,7 +48,8 @@ PROGRAM = """
 import sys
 from hpcrl.cli import main
 print("hpcrl: warning: python -m {old} is now hpcrl {command}", file=sys.stderr)
-main([*"{command}".split(), *(word for word in sys.argv[1:] if word != "--sft")])
+words = [word.removeprefix("--sft=") for word in sys.argv[1:]]
+main([*"{command}".split(), *(word for word in words if word != "--sft")])
 """
 
 
@@ -68,6 +69,7 @@ def new_name(old: str) -> str | None:
     root, beside = os.path.dirname(__file__), FOLDERS[folder].replace(".", os.sep)
     top = os.path.join(root, beside.split(os.sep)[0])
     places = [os.path.relpath(path, root) for path, _, files in os.walk(top) if f"{module}.py" in files]
+    places = [] if module == "command" else places  # each command has one
     place = min(places, key=lambda path: (path != beside, path), default=None)
     return f"{package}.{FOLDERS[folder]}" if place is None else ".".join([package, *place.split(os.sep), module])
 
@@ -78,7 +80,7 @@ class OldNames:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raises ImportError for a module of a folder that has moved."""
+        """Raises ModuleNotFoundError, with the new name, for a module of a folder that has moved."""
         package, _, inside = fullname.partition(".")
         if package != __package__:
             return None
@@ -92,7 +94,7 @@ class OldNames:
         if new is None:
             return None
         is_module = new.rpartition(".")[2] == fullname.rpartition(".")[2]
-        raise ImportError(f"{fullname} is now {'' if is_module else 'in '}{new}", name=fullname)
+        raise ModuleNotFoundError(f"{fullname} is now {'' if is_module else 'in '}{new}", name=fullname)
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Python makes an empty module."""

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import peers
-from bench.peers import VLLM, NoPeer, last_line, peer_python
+import peers
+from peers import VLLM, NoPeer, last_line, peer_python
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -48,7 +48,7 @@ class Study:
     curves: tuple[str, ...] = ("--seeds",)  # further arguments of `hpcrl report`
     ranks: int = 2
 
-    def main(self, parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+    def main(self, arguments: list[str], parser: argparse.ArgumentParser) -> None:
         """Train what the command line names, print a table, draw curves. Runs that are complete are not repeated."""
         parser.add_argument("overrides", nargs="*", help="key=value; those that begin with sft. are SFT's")
         parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -199,5 +199,5 @@ STUDIES = {
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES, metavar="NAME")
-    study = STUDIES[parser.parse_known_args(sys.argv[1:2])[0].study]
-    study.main(parser, sys.argv[1:])
+    name = parser.parse_args(sys.argv[1:2]).study
+    STUDIES[name].main(sys.argv[2:], argparse.ArgumentParser(f"seeds.py {name}"))

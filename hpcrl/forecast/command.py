@@ -253,6 +253,7 @@ def _built(job: TrainingPlan) -> Iterator[str]:
         from hpcrl.runtime import platform
 
         platform.import_megatron()
+        import hpcrl.model.build  # noqa: F401  # before the clock starts
 
     start, count = time.perf_counter(), sum(model.layout.pp for model in job.models.values())
     for role, model in job.models.items():

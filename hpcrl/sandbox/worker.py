@@ -111,7 +111,7 @@ def _open_stream(number: int, name: str) -> None:
 
 
 def _close_all_but(files: tuple[int, ...]) -> None:
-    """Close all files but `kept` and the standard ones, so that pipes are closed when the worker ends."""
+    """Close all files but these and the standard ones, so that pipes are closed when the worker ends."""
     for name in os.listdir("/proc/self/fd"):
         file = int(name)
         if file > 2 and file not in files:

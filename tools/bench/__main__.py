@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[1])  # tools/, whose files say `from bench.step import ...`
-SHARED = ("__main__", "harness", "peers")
+SHARED = ("__main__", "harness")
 
 
 def main(arguments: list[str]) -> int | None:

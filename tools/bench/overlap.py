@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 
 from bench.harness import in_turn, spread
-from bench.peers import NoPeer
 from bench.step import MODELS, WARM_UP, Hpcrl, add_sizes, make_work, write_model
+from peers import NoPeer
 
 RANKS = 5
 MODES = {

@@ -32,9 +32,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import numpy as np
+import peers
 import yaml
 from bench.harness import MEBI, ROOT, on_ranks, product_seconds, read_lines, spread, write_lines
-from bench.peers import TRL, VLLM, NoPeer, last_line, peer_python
+from peers import TRL, VLLM, NoPeer, last_line, peer_python
 
 from hpcrl.sandbox.process_tree import descendants_of, proportional_bytes
 
@@ -202,7 +203,7 @@ def tree_bytes(root: int) -> int:
 
 @dataclass
 class Peer:
-    """A side that is a program of tools/bench/peers.py, in an environment of its own."""
+    """A side that is a program of tools/peers.py, in an environment of its own."""
 
     program: str
     python: Path
@@ -216,7 +217,7 @@ class Peer:
         answer.unlink(missing_ok=True)
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environ |= {"OMP_NUM_THREADS": str(self.threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
-        command = [self.python, Path(__file__).with_name("peers.py"), self.program, request, answer]
+        command = [self.python, peers.__file__, self.program, request, answer]
         peak = run_side(command, environ, folder / f"{self.program}.log")
         found = json.loads(answer.read_text())
         return Measured(found["seconds"][WARM_UP:], found["tokens"][WARM_UP:], {}, peak)

@@ -122,7 +122,7 @@ def write_timeline(path: Path, title: str, prediction: Prediction) -> str:
     drawn = dict.fromkeys(span.phase for span in prediction.spans if span.end > span.start)
     legend = {it: f"{it} {prediction.phases[it]:.3g} s: {limits(prediction.parts[it])}" for it in drawn}
     try:
-        draw_trace(list(timeline_events(title, prediction)), path, title, legend)
+        draw_trace(list(timeline_events(title, prediction)), path, title, legend, mode=0o666)
     except ImportError:
         raise InputError(
             f"--timeline {path} needs matplotlib, which is not installed here; install it, or name a .json file"

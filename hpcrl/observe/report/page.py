@@ -53,7 +53,7 @@ MOST_ATTEMPTS = 500  # the last ones
 LONGEST_VALUE = 300  # characters of a config value
 MOST_RANK_STEPS = 300  # columns of the heat map of ranks
 
-PICTURES = (".png", ".pdf", ".svg")  # ends of --out
+PICTURES = (".png", ".pdf", ".svg", ".svgz", ".eps", ".jpg", ".jpeg")  # ends of --out
 HEADLINES = ("critic/score/mean", "train/accuracy", "rewards/accuracies", "train/loss")  # the first that a run has
 
 
@@ -236,7 +236,7 @@ def report_main(arguments: Sequence[str]) -> NoReturn:
     shape.add_argument("--last", action="store_true", help="the last values, one column per run")
     text.add_argument("--csv", action="store_true", help="comma-separated values")
     options = parser.parse_args(arguments)
-    is_picture = Path(options.out).suffix in PICTURES
+    is_picture = Path(options.out).suffix.lower() in PICTURES
     has_scalars = options.scalars or options.csv or options.last or options.every is not None
     has_scalars |= options.keys is not None and not is_picture
     has_scalars |= options.steps is not None and not (is_picture or options.text)

@@ -283,7 +283,9 @@ GREYS = {"phase": "#f0f0f0", "command": "#a0a0a0", "wait": "#d0d0d0", "backgroun
 LETTER = 0.0073  # width of a letter in a bar, as a share of the time axis
 
 
-def draw_trace(events: Sequence[Event], path: Path, title: str, legend: Mapping[str, str] | None = None) -> None:
+def draw_trace(
+    events: Sequence[Event], path: Path, title: str, legend: Mapping[str, str] | None = None, mode: int = 0o600
+) -> None:
     """Draw commands, phases, waits and background work of the first tracks, and arrows for transfers.
 
     Raises ImportError without matplotlib.
@@ -341,7 +343,7 @@ def draw_trace(events: Sequence[Event], path: Path, title: str, legend: Mapping[
     handles = [Patch(color=colors[name], label=label) for name, label in labels.items()]
     place = {"loc": "outside right upper"} if legend is None else {"loc": "outside lower center", "ncols": 3}
     figure.legend(handles=handles, fontsize="small", **place)
-    with draft_of(path, mode=0o600) as draft:
+    with draft_of(path, mode=mode) as draft:
         figure.savefig(draft, dpi=110)
     plt.close(figure)
 

@@ -1,8 +1,8 @@
 """Peers: their virtual environments, which have other versions of torch and transformers, and what runs there.
 
-    python tools/bench/peers.py PROGRAM REQUEST.json ANSWER.json
+    python tools/peers.py PROGRAM REQUEST.json ANSWER.json
 
-runs in the interpreter of a peer, which has no hpcrl.
+runs in the interpreter of a peer, which has no hpcrl. The file is not beside others whose names are those of packages.
 """
 
 from __future__ import annotations
