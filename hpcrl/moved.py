@@ -68,8 +68,8 @@ def new_name(old: str) -> str | None:
 
     root, beside = os.path.dirname(__file__), FOLDERS[folder].replace(".", os.sep)
     top = os.path.join(root, beside.split(os.sep)[0])
-    places = [os.path.relpath(path, root) for path, _, files in os.walk(top) if f"{module}.py" in files]
-    places = [] if module == "command" else places  # each command has one
+    walk = () if module == "command" else os.walk(top)  # each command has one of this name
+    places = [os.path.relpath(path, root) for path, _, files in walk if f"{module}.py" in files]
     place = min(places, key=lambda path: (path != beside, path), default=None)
     return f"{package}.{FOLDERS[folder]}" if place is None else ".".join([package, *place.split(os.sep), module])
 

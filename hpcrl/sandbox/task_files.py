@@ -38,7 +38,7 @@ class Files:
         folder: what is in /workspace at first.
         image: a folder with the root, or a squashfs file with it; "": the system's programs, `shown`, which are
             read-only.
-        squashfuse: path of that program.
+        squashfuse: path of the program squashfuse.
         layers: False to copy even where the kernel has them.
     """
 
